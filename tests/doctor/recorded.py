@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvtide import Store, Tenant, config
 from kvtide.config import Config
-from kvtide.doctor.advice import Advice, Change, Wanted, advise
+from kvtide.doctor.advice import Advice, AdviceRequest, Change, advise
 from kvtide.store.node_statistics import NodeStatistics, Status, reported_settings
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, prompt
@@ -103,7 +103,7 @@ class Recorded:
         """Run it, and ask the doctor while the store is open and its file grows."""
         with self.open() as store:
             self.drive(store)
-            return advise(self.status(store), Wanted(**{"seconds": 1000.0, **wanted}))
+            return advise(self.status(store), AdviceRequest(**{"seconds": 1000.0, **wanted}))
 
 
 def changed(run: Recorded, change: Change, folder: Path) -> Recorded:

@@ -12,7 +12,7 @@ import pytest
 
 from kvtide.doctor import advice as advising
 from kvtide.doctor import host
-from kvtide.doctor.advice import LEAST_REQUESTS, Advice, Result, Wanted, advise
+from kvtide.doctor.advice import LEAST_REQUESTS, Advice, AdviceRequest, AdviceResult, advise
 from kvtide.doctor.advice_findings import findings
 from kvtide.doctor.candidates import ChangeKind
 from kvtide.doctor.finding import Level
@@ -31,8 +31,9 @@ def test_the_predicted_hit_rate_comes_true_with_more_memory(tmp_path: Path, monk
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))  # no space for a tier below
     run = Recorded(settings(), users(30, 400), tmp_path / "trace.jsonl.gz")
     advice = run.advice()
-    assert advice.result is Result.CHANGES
+    assert advice.result is AdviceResult.CHANGES
     assert advice.hit_rate == pytest.approx(run.hit_rate(), abs=TOLERANCE)
+    assert advice.hit_rate is not None
     first = advice.changes[0]
     assert first.kind is ChangeKind.DRAM_SIZE
     assert first.matters
@@ -69,7 +70,7 @@ def test_the_predicted_hit_rate_comes_true_with_a_disk(tmp_path: Path, monkeypat
 def test_nothing_is_advised_where_nothing_helps(tmp_path: Path) -> None:
     run = Recorded(settings(dram="16MiB"), users(5, 300), tmp_path / "trace.jsonl")
     advice = run.advice()
-    assert advice.result is Result.NOTHING
+    assert advice.result is AdviceResult.NOTHING
     assert advice.changes == []
     assert "the best possible cache 0.0 points more" in advice.reason
     assert not [f for f in findings(advice) if f.level is not Level.OK]
@@ -78,7 +79,7 @@ def test_nothing_is_advised_where_nothing_helps(tmp_path: Path) -> None:
 def test_without_a_recording_it_says_how_to_record(tmp_path: Path) -> None:
     run = Recorded(settings(), users(5, 20))
     advice = run.advice(how="kvtide node --socket k.sock --record FILE")
-    assert advice.result is Result.NOT_RECORDED
+    assert advice.result is AdviceResult.NOT_RECORDED
     assert "kvtide node --socket k.sock --record FILE" in texts(advice)
     assert advice.tried == []
 
@@ -87,7 +88,7 @@ def test_without_a_recording_it_says_how_to_record(tmp_path: Path) -> None:
 def test_a_short_recording_is_no_ground_for_advice(tmp_path: Path, requests: int) -> None:
     run = Recorded(settings(), users(30, requests), tmp_path / "trace.jsonl")
     advice = run.advice()
-    assert advice.result is Result.TOO_FEW
+    assert advice.result is AdviceResult.TOO_FEW
     assert f"{requests} requests" in advice.reason
     assert advice.tried == []
     assert advice.hit_rate is None
@@ -101,8 +102,8 @@ def test_full_tiers_and_a_recording_that_does_not_fill_them(tmp_path: Path) -> N
         status = run.status(store)
         dram = status.store.tiers["dram"]
         full = replace(status.store, tiers={"dram": replace(dram, bytes_used=dram.budget)})
-        advice = advise(replace(status, store=full), Wanted(seconds=1000.0))
-    assert advice.result is Result.NOTHING
+        advice = advise(replace(status, store=full), AdviceRequest(seconds=1000.0))
+    assert advice.result is AdviceResult.NOTHING
     assert "too short to fill them" in advice.reason
 
 
@@ -113,7 +114,7 @@ def test_requests_that_were_left_out_are_said(tmp_path: Path) -> None:
         status = run.status(store)
         assert status.store.recorder is not None
         partly = replace(status.store.recorder, dropped={"queue full": 250}, active=False)
-        advice = advise(replace(status, store=replace(status.store, recorder=partly)), Wanted(seconds=1000.0))
+        advice = advise(replace(status, store=replace(status.store, recorder=partly)), AdviceRequest(seconds=1000.0))
     assert "250 requests (50%) are not in the recording" in texts(advice)
     assert "the recording has ended" in texts(advice)
 
@@ -144,7 +145,7 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path, name: str
         whole = (tmp_path / name).read_bytes()
         cut = tmp_path / f"cut-{name}"
         cut.write_bytes(whole[: int(0.8 * len(whole))])
-        advice = advise(status, Wanted(record=cut, seconds=1000.0))
+        advice = advise(status, AdviceRequest(record=cut, seconds=1000.0))
     assert 200 < advice.requests < 400
     assert advice.changes
 
@@ -167,7 +168,7 @@ def test_a_file_of_something_else_is_an_error(tmp_path: Path, content: bytes) ->
     (tmp_path / "other").write_bytes(content)
     run = Recorded(settings(), [])
     with run.open() as store, pytest.raises((TraceError, ConfigError)) as error:
-        advise(run.status(store), Wanted(record=tmp_path / "other"))
+        advise(run.status(store), AdviceRequest(record=tmp_path / "other"))
     assert "other" in str(error.value)
 
 
@@ -177,11 +178,11 @@ def test_what_cannot_be_asked_here_is_said(tmp_path: Path) -> None:
         run.drive(store)
         status = run.status(store)
         with pytest.raises(ConfigError, match="copy it here, and give it with --record"):
-            advise(status, Wanted(here=False))
+            advise(status, AdviceRequest(here=False))
         with pytest.raises(ConfigError, match="ask as its administrator"):
-            advise(least(status), Wanted())
+            advise(least(status), AdviceRequest())
         with pytest.raises(TraceError, match="gone"):
-            advise(status, Wanted(record=tmp_path / "gone"))
+            advise(status, AdviceRequest(record=tmp_path / "gone"))
     stranger = least(status)
     assert stranger.store.recorder is not None
     assert stranger.store.recorder.path == ""
@@ -194,7 +195,7 @@ def test_unknown_settings_of_a_newer_node_are_no_error(tmp_path: Path) -> None:
         run.drive(store)
         status = run.status(store)
         newer = {**status.node.settings, "dram.colour": "blue", "moon.phase": 3}
-        advice = advise(Status(status.store, replace(status.node, settings=newer)), Wanted(seconds=0.0))
+        advice = advise(Status(status.store, replace(status.node, settings=newer)), AdviceRequest(seconds=0.0))
     assert advice.hit_rate is not None
 
 

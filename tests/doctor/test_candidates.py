@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from kvtide.counts import TierCount
 from kvtide.doctor import advice as advising
 from kvtide.doctor import host
-from kvtide.doctor.advice import Advice, Change, Wanted, advise
+from kvtide.doctor.advice import Advice, AdviceRequest, Change, advise
 from kvtide.doctor.candidates import Candidate, ChangeKind, HostSpace, candidates, today_of
 from kvtide.plan import usage_tracker
 from kvtide.replay.lru_curve import LruCurve, lru_curve
@@ -38,6 +39,7 @@ def only(monkeypatch: pytest.MonkeyPatch, kind: ChangeKind) -> None:
 
 def comes_true(run: Recorded, advice: Advice, change: Change, folder: Path) -> None:
     assert advice.hit_rate == pytest.approx(run.hit_rate(), abs=TOLERANCE), "what is replayed as today's"
+    assert advice.hit_rate is not None
     expected = advice.hit_rate + change.points / 100
     assert replayed(changed(run, change, folder)) == pytest.approx(expected, abs=TOLERANCE)
 
@@ -113,9 +115,9 @@ def test_a_queue_that_loses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         counts = dict(status.store.counts)
         counts[TierCount.STORE_QUEUE_FULL.of("nvme")] = counts[TierCount.BLOCKS_WRITTEN.of("nvme")]
         losing = replace(status, store=replace(status.store, counts=counts))
-        advice = advise(losing, Wanted(seconds=1000.0))
+        advice = advise(losing, AdviceRequest(seconds=1000.0))
         (change,) = advice.tried
-        assert advise(status, Wanted(seconds=1000.0)).tried == [], "a queue that loses nothing is large enough"
+        assert advise(status, AdviceRequest(seconds=1000.0)).tried == [], "a queue that loses nothing is large enough"
     assert change.settings == [("nvme.queue", "1 GiB", "4 GiB")]
     assert change.matters
     assert "50.0% of the writes were lost" in change.note
@@ -226,11 +228,11 @@ def test_what_is_set_already_is_not_tried(curve: LruCurve) -> None:
 
 def test_memory_that_the_node_may_still_take_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available", lambda: (20 * MIB, "free"))
-    monkeypatch.setattr(advising.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
     run = run_of(tmp_path, settings(dram="16MiB", nvme=disk(tmp_path)), users(3, 3))
     with run.open() as store:
         run.drive(store)
-        space = advising._space(run.status(store), Wanted())
+        space = advising._space(run.status(store), AdviceRequest())
     assert space.memory is not None
     assert space.memory <= 5 * MIB
     assert space.disk is not None

@@ -147,7 +147,7 @@ def node(
     """
     import msgspec
 
-    from kvtide.doctor.advice import Wanted, advise
+    from kvtide.doctor.advice import AdviceRequest, advise
     from kvtide.doctor.advice_findings import findings
     from kvtide.doctor.finding import Level
     from kvtide.doctor.node import check
@@ -158,7 +158,7 @@ def node(
     here = "://" not in address
     status = _status(address, file)
     how = f"kvtide node --socket {status.node.path} --record FILE" if status.node.path else "kvtide node --record FILE"
-    wanted = Wanted(record=record, here=here, prefill=prefill or 0.0, disk=disk, seconds=time, how=how)
+    wanted = AdviceRequest(record=record, here=here, prefill=prefill or 0.0, disk=disk, seconds=time, how=how)
     found = list(check(None, status))
     progress = _Progress()
     try:

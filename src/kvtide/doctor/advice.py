@@ -32,7 +32,7 @@ from kvtide.replay.speeds import measure
 from kvtide.replay.trace import Trace, chains, read
 from kvtide.store.node_statistics import Status
 
-__all__ = ["Advice", "Change", "Progress", "Result", "Wanted", "advise"]
+__all__ = ["Advice", "AdviceRequest", "AdviceResult", "Change", "Progress", "advise"]
 
 LEAST_REQUESTS = 200
 """Requests that a recording must have."""
@@ -50,7 +50,7 @@ _DAY = 86400.0
 Progress = Callable[[str], Callable[[int], None]]
 
 
-class Result(enum.Enum):
+class AdviceResult(enum.Enum):
     CHANGES = "changes"
     NOTHING = "nothing"
     """No candidate brings anything that stands out of the noise."""
@@ -81,7 +81,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    result: Result
+    result: AdviceResult
     reason: str
     """Why there are no changes; empty if there are."""
     do: str = ""
@@ -112,7 +112,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class AdviceRequest:
     """What the caller asks for."""
 
     record: Path | None = None
@@ -144,7 +144,7 @@ class _Case:
     notes: list[str] = field(default_factory=list)
 
 
-def advise(status: Status, wanted: Wanted, progress: Progress = lambda _: lambda _: None) -> Advice:
+def advise(status: Status, wanted: AdviceRequest, progress: Progress = lambda _: lambda _: None) -> Advice:
     """Replay a node's recorded traffic with changed settings. Raises ConfigError or TraceError."""
     if not status.node.settings:
         raise ConfigError(
@@ -154,7 +154,7 @@ def advise(status: Status, wanted: Wanted, progress: Progress = lambda _: lambda
     recorder = status.store.recorder
     if wanted.record is None and recorder is None:
         return Advice(
-            result=Result.NOT_RECORDED,
+            result=AdviceResult.NOT_RECORDED,
             reason="no requests are recorded at this node, so nothing can be computed for its traffic",
             do=f"record for an hour or a day: restart it with {wanted.how} (or set record.path), and ask again",
         )
@@ -170,7 +170,7 @@ def advise(status: Status, wanted: Wanted, progress: Progress = lambda _: lambda
     return msgspec.structs.replace(_judge(case, status, changes, left, progress), recording=str(path))
 
 
-def _file(status: Status, wanted: Wanted) -> Path:
+def _file(status: Status, wanted: AdviceRequest) -> Path:
     if wanted.record is not None:
         return wanted.record
     assert status.store.recorder is not None
@@ -182,7 +182,7 @@ def _file(status: Status, wanted: Wanted) -> Path:
     return Path(path)
 
 
-def _read(path: Path, status: Status, wanted: Wanted, progress: Progress) -> tuple[Trace, list[str]]:
+def _read(path: Path, status: Status, wanted: AdviceRequest, progress: Progress) -> tuple[Trace, list[str]]:
     reader = read(path, progress("reading"), None, growing=True, most=_MOST_BLOCKS)
     try:
         trace = chains(reader)
@@ -212,14 +212,14 @@ def _too_few(trace: Trace, path: Path) -> Advice | None:
     if count >= LEAST_REQUESTS:
         return None
     return Advice(
-        result=Result.TOO_FEW,
+        result=AdviceResult.TOO_FEW,
         reason=f"{path} has {count:,} requests with a full block; from fewer than {LEAST_REQUESTS:,} nothing reliable "
         "can be said",
         do="let the node record longer, an hour or a day of usual traffic, and ask again",
     )
 
 
-def _begin(trace: Trace, status: Status, wanted: Wanted, end: float, progress: Progress) -> _Case:
+def _begin(trace: Trace, status: Status, wanted: AdviceRequest, end: float, progress: Progress) -> _Case:
     """Replay today's settings; of fewer requests, if that takes too long."""
     assert trace.block_bytes is not None
     today = today_of(status.node.settings, status.store, slot_of(trace.block_bytes))
@@ -257,7 +257,7 @@ def _begin(trace: Trace, status: Status, wanted: Wanted, end: float, progress: P
     return _Case(trace, today, traffic, before, took, how, notes)
 
 
-def _read_speed(status: Status, wanted: Wanted) -> float | None:
+def _read_speed(status: Status, wanted: AdviceRequest) -> float | None:
     """Bytes per second of the colder tier, today's or a new one's."""
     lane = status.store.lanes.get("nvme")
     if lane is not None and (lane.read_speed.measured or lane.read_speed.remembered):
@@ -266,7 +266,7 @@ def _read_speed(status: Status, wanted: Wanted) -> float | None:
     return None if folder is None else measure(folder).disk_read
 
 
-def _new_disk(status: Status, wanted: Wanted) -> Path | None:
+def _new_disk(status: Status, wanted: AdviceRequest) -> Path | None:
     """A folder on the disk of a tier: where it is, where the caller says, or the temporary folder if that is on a
     disk."""
     if not wanted.here:
@@ -295,7 +295,7 @@ def _replayed(
 
 
 def _try(
-    case: _Case, status: Status, wanted: Wanted, end: float, progress: Progress
+    case: _Case, status: Status, wanted: AdviceRequest, end: float, progress: Progress
 ) -> tuple[list[tuple[Candidate, Change]], list[Candidate]]:
     """Replay the candidates, as long as there is time. Returns also those for which there was none."""
     curve = lru_curve(case.trace, case.traffic.start, progress("sizes"))
@@ -354,7 +354,7 @@ def _texts(settings: Mapping[str, configuration.Value]) -> dict[str, str]:
     return {setting.name: setting.text for setting in configuration.explain(os.devnull, {}, overrides)}
 
 
-def _space(status: Status, wanted: Wanted) -> HostSpace:
+def _space(status: Status, wanted: AdviceRequest) -> HostSpace:
     if not wanted.here:
         return HostSpace()
     tiers = status.store.tiers
@@ -393,7 +393,7 @@ def _judge(
     elif not shown:
         reason, do = _nothing(case, status, hit_rate)
     return Advice(
-        result=Result.CHANGES if shown else Result.NOTHING,
+        result=AdviceResult.CHANGES if shown else AdviceResult.NOTHING,
         reason=reason,
         do=do,
         requests=len(case.trace.blocks),

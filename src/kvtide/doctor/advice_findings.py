@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtide.doctor.advice import Advice, Change, Result
+from kvtide.doctor.advice import Advice, AdviceResult, Change
 from kvtide.doctor.finding import Finding, ok, warning
 from kvtide.formatting import size
 
@@ -18,9 +18,9 @@ def findings(advice: Advice) -> Iterator[Finding]:
         yield warning(f"change {number}", _gain(change), f"set {_settings(change)}")
     if advice.together is not None:
         yield ok("together", f"all of them at once: {_gain(advice.together)}")
-    if advice.result is Result.NOTHING:
+    if advice.result is AdviceResult.NOTHING:
         yield ok("changes", f"none is worth it: {advice.reason}", advice.do)
-    elif advice.result is not Result.CHANGES:
+    elif advice.result is not AdviceResult.CHANGES:
         yield warning("changes", advice.reason, advice.do)
     if advice.not_tried:
         yield ok("not tried", f"for lack of time: {'; '.join(advice.not_tried)}", "--time 10min gives more")

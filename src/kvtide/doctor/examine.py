@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvtide.config import Config
 from kvtide.doctor import disk, engine, flags, gain, host, model, node
-from kvtide.doctor.advice import Progress, Wanted, advise
+from kvtide.doctor.advice import AdviceRequest, Progress, advise
 from kvtide.doctor.advice_findings import findings
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError
@@ -102,7 +102,7 @@ def _changes(
     if status.store.recorder is None and given.record is None:
         return
     how = f"kvtide node --socket {status.node.path} --record FILE"
-    wanted = Wanted(record=given.record, prefill=_prefill(given, running) or 0.0, seconds=given.seconds, how=how)
+    wanted = AdviceRequest(record=given.record, prefill=_prefill(given, running) or 0.0, seconds=given.seconds, how=how)
     try:
         yield from findings(advise(status, wanted, progress))
     except KvtideError as e:

@@ -75,7 +75,7 @@ class NodeStatistics:
     """What the operator should know about the configuration. For administrators."""
     settings: dict[str, Value] = field(default_factory=dict)
     """The settings in force that decide what is kept, by dotted name; of shared storage only whether there is any. For
-    administrators."""
+    administrators, and over HTTP for authenticated callers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class RecorderStatistics:
     dropped: dict[str, int] = field(default_factory=dict)
     """Requests that are not in the file, by reason."""
     path: str = ""
-    """The file. For administrators."""
+    """The file. For administrators, and over HTTP for authenticated callers."""
     prefill: PrefillCost | None = None
     """The cost of computing that the caller of the last recorded request gave; None: none gave any."""
     ttl: float | None = None
