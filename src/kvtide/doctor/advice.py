@@ -21,7 +21,7 @@ from kvtide import config as configuration
 from kvtide.doctor import host
 from kvtide.doctor.candidates import Candidate, ChangeKind, HostSpace, Today, candidates, config_of, today_of
 from kvtide.doctor.disk import filesystem
-from kvtide.doctor.gains import Gain, Traffic
+from kvtide.doctor.gains import LEAST_SHARE, Gain, Traffic
 from kvtide.errors import ConfigError, TraceError
 from kvtide.formatting import size
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
@@ -41,7 +41,7 @@ _MOST_BLOCKS = 300_000
 _WARM = 0.4
 """The part of the requests that only fill the tiers."""
 _SHOWN = 3
-_FIRST = 0.25
+_FIRST = 0.1
 """The part of the time that the first replay may take; if it takes longer, fewer requests are replayed."""
 _APART = 0.1
 """A difference between the hit rates that the node measured and that the replay finds from which it is reported."""
@@ -300,7 +300,8 @@ def _try(
     """Replay the candidates, as long as there is time. Returns also those for which there was none."""
     curve = lru_curve(case.trace, case.traffic.start, progress("sizes"))
     space = _space(status, wanted)
-    wanted_changes = list(candidates(case.today, curve, space, status.store))
+    every = candidates(case.today, curve, space, status.store)
+    wanted_changes = [one for one in every if one.kind in _hopeful(case)]
     tried: list[tuple[Candidate, Change]] = []
     for number, candidate in enumerate(wanted_changes):
         if time.monotonic() >= end:
@@ -310,6 +311,17 @@ def _try(
             return tried, wanted_changes[number:]
         tried.append((candidate, found))
     return tried, []
+
+
+def _hopeful(case: _Case) -> set[ChangeKind]:
+    """The kinds of changes that can bring something at all."""
+    kinds = set(ChangeKind)
+    if case.traffic.unlimited - case.traffic.hit_rate(case.before) < LEAST_SHARE:
+        return {ChangeKind.DRAM_SIZE} if case.today.config.nvme.path else set()  # what is found may be found sooner
+    if not case.before.evicted:
+        kinds -= {ChangeKind.DRAM_SIZE, ChangeKind.NVME_SIZE, ChangeKind.DRAM_POLICY, ChangeKind.NVME_POLICY}
+        kinds -= {ChangeKind.NVME_STORE, ChangeKind.WRITE_BUDGET, ChangeKind.QUEUE}
+    return kinds
 
 
 def _judged(case: _Case, candidate: Candidate, end: float | None, progress: Progress) -> Change | None:
@@ -435,7 +447,7 @@ def _nothing(case: _Case, status: Status, hit_rate: float) -> tuple[str, str]:
             "in the replay",
             "let the node record longer, and ask again",
         )
-    if left < 0.5:
+    if left < 100 * LEAST_SHARE:
         return (
             f"today's settings find {hit_rate:.1%} of the tokens, and the best possible cache {left:.1f} points more: "
             "the others are new",

@@ -21,12 +21,12 @@ from kvtide.plan.prefill import PrefillCost
 from kvtide.replay.outcome import Outcome
 from kvtide.replay.trace import Trace
 
-__all__ = ["Gain", "Traffic"]
+__all__ = ["LEAST_SHARE", "Gain", "Traffic"]
 
 _PARTS = 20
 _SURE = 2.0
 """Standard errors that a gain must have."""
-_LEAST = 0.005
+LEAST_SHARE = 0.005
 """The least gain of interest: half a point of the tokens, or of the time that computing all of them takes."""
 _SECONDS_A_DAY = 86400.0
 
@@ -115,13 +115,13 @@ class Traffic:
         total, error = _sum(tokens)
         points, points_error = (100 * n / self.asked if self.asked else 0.0 for n in (total, error))
         seconds = seconds_error = None
-        matters = points > _SURE * points_error and points >= 100 * _LEAST
+        matters = points > _SURE * points_error and points >= 100 * LEAST_SHARE
         if self.cost is not None:
             hours = max(self.seconds, 1.0) / 3600
             saved, doubt = _sum(self.saved(after) - self.saved(before))
             seconds, seconds_error = saved / hours, doubt / hours
             whole = self.compute_seconds or 0.0
-            matters = saved > _SURE * doubt and saved >= _LEAST * whole
+            matters = saved > _SURE * doubt and saved >= LEAST_SHARE * whole
         written = (after.written - before.written) * self._block_bytes * _SECONDS_A_DAY / max(self.seconds, 1.0)
         return Gain(points, points_error, seconds, seconds_error, written, matters)
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
-from kvtide.config import Config
+from kvtide.block import ALIGN
+from kvtide.config import Config, MiB
 from kvtide.replay.simulation import Conditions, Simulation
 from kvtide.replay.trace import Trace
 from kvtide.store.reserved_shares import divide
@@ -50,7 +52,7 @@ def outcome(
     ``tags``: tags of tenants that the settings name, by their names in the trace. ``goes_on`` gets each request's
     number, and returns whether to go on; if not, the result is None.
     """
-    shares = divide(config)
+    shares = divide(_in_large_segments(config))
     dram, cold = np.zeros(len(trace.blocks), np.int64), np.zeros(len(trace.blocks), np.int64)
     with contextlib.ExitStack() as stack:
         conditions = conditions._replace(header=header_bytes(1))
@@ -77,3 +79,13 @@ def outcome(
         totals = [world.totals() for world in every]
     evicted = sum(one["dram evicted"] + one["nvme evicted"] for one in totals)
     return Outcome(dram, cold, evicted, sum(one["nvme written"] for one in totals) - before)
+
+
+def _in_large_segments(config: Config) -> Config:
+    """The same with one segment for each tier: blocks of one size fit as well, and there are fewer segments to look
+    through."""
+    changed = {
+        name: structs.replace(tier, segment=max(MiB, tier.budget // ALIGN * ALIGN))
+        for name, tier in (("dram", config.dram), ("nvme", config.nvme))
+    }
+    return structs.replace(config, **changed)
