@@ -189,6 +189,22 @@ def test_what_cannot_be_asked_here_is_said(tmp_path: Path) -> None:
     assert stranger.node.settings == {}
 
 
+def test_the_cost_of_computing_is_the_callers_or_what_engines_say_or_a_setting(tmp_path: Path) -> None:
+    given = settings(plan={"prefill_tokens_per_second": 50.0})
+    run = Recorded(given, users(5, 200), tmp_path / "trace.jsonl")
+    with run.open() as store:
+        run.drive(store)
+        status = run.status(store)
+        file = tmp_path / "trace.jsonl"
+        unsaid = replace(status, store=replace(status.store, recorder=None))
+        costs = [
+            advise(status, AdviceRequest(record=file, prefill=10.0, seconds=0.0)).prefill,
+            advise(status, AdviceRequest(seconds=0.0)).prefill,
+            advise(unsaid, AdviceRequest(record=file, seconds=0.0)).prefill,
+        ]
+    assert [cost and cost.speed(0, 100) for cost in costs] == [10.0, 1000.0, 50.0]
+
+
 def test_unknown_settings_of_a_newer_node_are_no_error(tmp_path: Path) -> None:
     run = Recorded(settings(), users(5, 200), tmp_path / "trace.jsonl")
     with run.open() as store:

@@ -105,7 +105,7 @@ def config_of(settings: Mapping[str, Value]) -> Config:
 def today_of(reported: Mapping[str, Value], store: Statistics, slot: int) -> Today:
     """What a node's status says. Raises ConfigError if this kvtide does not understand it."""
     # Shared storage is not replayed; of it only whether there is any is reported.
-    settings = {name: value for name, value in reported.items() if name.partition(".")[0] in ("dram", "nvme")}
+    settings = {name: value for name, value in reported.items() if name.partition(".")[0] in ("dram", "nvme", "plan")}
     tags = {tenant.recorded_as: bytes.fromhex(tag) for tag, tenant in store.tenants.items()}
     return Today(settings, config_of(settings), _conditions(store), tags, slot)
 

@@ -33,12 +33,15 @@ class LruCurve:
         """Blocks found by a cache that evicts nothing."""
         return len(self._sorted)
 
+    def size(self, hits: int) -> int:
+        """The smallest cache that finds so many blocks, or as many as any."""
+        return int(self._sorted[min(hits, self.most) - 1]) + 1 if hits > 0 and self.most else 0
+
     def bend(self, blocks: int, share: float) -> int:
         """The smallest cache that finds ``share`` of what a cache of ``blocks`` blocks misses and a larger one can
         find."""
         have = self.hits(blocks)
-        wanted = have + int(np.ceil(share * (self.most - have)))
-        return blocks if wanted <= have else int(self._sorted[wanted - 1]) + 1
+        return max(blocks, self.size(have + int(np.ceil(share * (self.most - have)))))
 
 
 def lru_curve(trace: Trace, start: int = 0, progress: Callable[[int], None] = lambda _: None) -> LruCurve:
