@@ -198,14 +198,19 @@ class _Progress:
         from rich.console import Console
         from rich.progress import Progress
 
-        self._shown = Progress(console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        self._shown = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._started = False
 
     def __call__(self, name: str) -> Callable[[int], None]:
         self._shown.start()
+        self._started = True
         for known in self._shown.task_ids:
             self._shown.remove_task(known)
         task = self._shown.add_task(f"replaying: {name}", total=None)
         return lambda number: self._shown.update(task, completed=number)
 
     def stop(self) -> None:
-        self._shown.stop()
+        if self._started:
+            self._shown.stop()
+            self._started = False
