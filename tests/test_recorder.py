@@ -87,7 +87,7 @@ def same(lines: Sequence[dict[str, Any]], asked: Sequence[Prompt]) -> None:
     assert (None, None) in tenants or all(tenant for _, tenant in asked)
     times = [line["timestamp"] for line in lines]
     assert times == sorted(times)
-    assert all(set(line) <= {"timestamp", "input_length", "hash_ids", "tenant"} for line in lines)
+    assert all(set(line) <= {"timestamp", "input_length", "hash_ids", "tenant", "have"} for line in lines)
 
 
 def workload(seed: int, count: int = 60) -> list[Prompt]:
@@ -171,6 +171,36 @@ def test_one_request_is_one_line(tmp_path: Path) -> None:
         session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
         ask(session, prompt(1, 2), have=SIZE)
     same(read(tmp_path / "trace.jsonl")[1], [(prompt(1, 2), None), (prompt(1, 2), None)])
+
+
+def test_what_an_engine_has_itself_and_what_it_tells_of_its_speed(tmp_path: Path) -> None:
+    """The blocks are in the file; the cost of computing and the lifetime of blocks are only in the statistics."""
+    with opened(tmp_path) as store, store.session(MODEL) as session:
+        ask(session, prompt(1, 2, 3), have=2 * SIZE)
+        ask(session, prompt(1, 2, 3))
+        assert store.statistics().recorder == RecorderStatistics(active=True, path=str(tmp_path / "trace.jsonl"))
+        ask(session, prompt(1), prefill=500.0)
+        ask(session, prompt(2))
+        session.store(prompt(4), data(PLAIN, prompt(4)), ttl=30.0)
+        recorder = store.statistics().recorder
+        assert recorder is not None
+        assert recorder.prefill is not None
+        assert (recorder.prefill.speed(0, 100), recorder.ttl) == (500.0, 30.0)
+        session.store(prompt(5), data(PLAIN, prompt(5)))
+        assert store.statistics().recorder.ttl is None  # type: ignore[union-attr]
+    assert [line.get("have") for line in read(tmp_path / "trace.jsonl")[1]] == [2, None, None, None]
+    assert load(tmp_path / "trace.jsonl").have == [2, 0, 0, 0]
+
+
+def test_administrators_learn_which_name_a_limited_tenant_has_in_the_file(tmp_path: Path) -> None:
+    tag = OTHER_TENANT.tag.hex()
+    settled = config.read(
+        os.devnull, {}, record={"path": tmp_path / "trace.jsonl"}, dram={"budget": "8MiB", "quotas": f"{tag}:2MiB"}
+    )
+    with Store(settled) as store, store.session(MODEL, OTHER_TENANT) as theirs:
+        ask(theirs, prompt(1))
+        name = store.statistics().tenants[tag].recorded_as
+    assert [line["tenant"] for line in read(tmp_path / "trace.jsonl")[1]] == [name]
 
 
 def test_times_are_those_since_the_start(tmp_path: Path) -> None:

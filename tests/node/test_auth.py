@@ -331,6 +331,8 @@ def test_commands_reach_a_node_by_a_certificate(mutual: Reached, pki: Pki, tmp_p
     reader = ours | {"KVTIDE_NODE_CERTIFICATE": str(pki.ours.issue("prometheus"))}
     code, said = command("status", address, "--once", **reader)
     assert (code, f"node {mutual.process.pid} at {mutual.path}" in said) == (0, True), said
+    code, said = command("doctor", "node", address, **reader)
+    assert (code, "no requests are recorded at this node" in said) == (0, True), said
     with Client(mutual.path) as client, client.session(MODEL) as session:
         session.store(prompt(3), data(PLAIN, prompt(3)))
         forget = ("forget", "--tenant", "default", "--node", address)

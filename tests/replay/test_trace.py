@@ -345,3 +345,29 @@ def test_a_msgpack_file_that_ends_inside_an_object(tmp_path: Path) -> None:
     path.write_bytes(whole[:-5])
     with pytest.raises(TraceError, match="object 5 at byte"):
         list(read(path))
+
+
+def test_only_the_last_requests_of_a_long_trace_are_kept(tmp_path: Path) -> None:
+    header = {"kvtide_trace": 1, "block_tokens": 16, "layout_bytes": 4096}
+    lines = [{"timestamp": n, "input_length": 48, "hash_ids": [n, n, n], "have": n % 3} for n in range(100)]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    reader = read(file, most=31)
+    found = list(reader)
+    assert [request.blocks[0] for request in found] == list(range(90, 100))
+    assert [request.have for request in found] == [n % 3 for n in range(90, 100)]
+    assert reader.passed_over == 90
+    assert len(list(read(file, most=1))) == 1, "one request at least"
+
+
+def test_a_file_that_is_still_written_ends_anywhere_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    header = {"kvtide_trace": 1, "block_tokens": 16, "layout_bytes": 4096}
+    line = {"timestamp": 1, "input_length": 16, "hash_ids": [1]}
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(header) + "\n" + json.dumps(line) + "\n" + json.dumps(line)[:20])
+    assert len(list(read(file, growing=True))) == 1
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    assert len(list(read(file))) == 1
+    assert [r for r in caplog.records if r.levelname == "WARNING"]

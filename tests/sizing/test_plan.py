@@ -12,6 +12,7 @@ import pytest
 
 from kvtide.errors import ConfigError, LayoutError, TraceError
 from kvtide.plan.prefill import PrefillCost
+from kvtide.replay.lru_curve import lru_curve
 from kvtide.replay.run import slot_of
 from kvtide.sizing.arithmetic import Assumptions, Host, StorageTier
 from kvtide.sizing.hardware import GPUS, LINKS, TransferLink, gpu_of, link_of, measured
@@ -19,6 +20,7 @@ from kvtide.sizing.models import MODELS, shape_of
 from kvtide.sizing.plan import Demand, SizingPlan, plan
 from kvtide.sizing.trace import needed
 from kvtide.sizing.verdict import WhyHelps
+from tests.replay.test_replay import conversations
 from tests.sizing.traces import returning_users
 
 
@@ -233,6 +235,24 @@ def test_a_trace_says_how_many_bytes_are_needed(trace: Path) -> None:
     below = [nbytes for nbytes, rate in found.tried if rate < 0.5]
     assert below
     assert max(below) < found.bytes <= max(1.1 * max(below), max(below) + slot_of(shape.block_bytes))
+
+
+@pytest.mark.parametrize("policy", ["lru", "auto", "reuse"])
+def test_the_search_ends_where_a_tenth_less_does_not_suffice(policy: str) -> None:
+    """Traffic in which sizes differ much, unlike in the trace above."""
+    found = conversations(40, 25)._replace(block_tokens=256)
+    for hit_rate in (0.3, 0.5, 0.7):
+        result = needed(found, shape_of("llama-3.1-8b"), hit_rate, policy)
+        slot = slot_of(result.block_bytes)
+        below = [nbytes for nbytes, rate in result.tried if rate < hit_rate]
+        assert result.reached >= hit_rate
+        assert dict(result.tried)[result.bytes] == result.reached
+        assert below == [] or result.bytes <= max(1.1 * max(below), max(below) + slot)
+        assert len(result.tried) <= 6
+        if policy == "lru":
+            curve = lru_curve(found, int(0.4 * len(found.blocks)))
+            asked = sum(map(len, found.blocks[int(0.4 * len(found.blocks)) :]))
+            assert curve.hits(result.bytes // slot - 1) < hit_rate * asked, "the smallest of all"
 
 
 def test_a_policy_as_good_as_possible_is_replayed_once(trace: Path) -> None:

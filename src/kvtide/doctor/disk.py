@@ -16,7 +16,7 @@ from kvtide.formatting import size
 from kvtide.tiers.nvme.directory import Directory
 from kvtide.tiers.syscalls import Disk
 
-__all__ = ["check", "measure"]
+__all__ = ["check", "filesystem", "measure"]
 
 _BLOCK, _COUNT = 8 << 20, 32
 """Bytes per block and number of blocks written and read in a measurement."""
@@ -37,7 +37,7 @@ def check(nvme: Nvme) -> Iterator[Finding]:
     free = shutil.disk_usage(base).free + held
     text = f"nvme.budget is {size(nvme.budget)}, and {path} has room for {size(free)}"
     yield ok("disk space", text) if nvme.budget <= free else error("disk space", text, "lower it, or free space")
-    kind = _filesystem(base)
+    kind = filesystem(base)
     if kind in ("tmpfs", "ramfs"):
         yield warning("disk", f"{path} is on {kind}, which is memory and ends with the host", "give a folder on a disk")
     elif kind == "overlay":
@@ -87,7 +87,7 @@ def _there(path: Path) -> Path:
     return next(p for p in (path, *path.parents) if p.is_dir())
 
 
-def _filesystem(path: Path) -> str:
+def filesystem(path: Path) -> str:
     """The filesystem type, as the kernel names it."""
     where, found = path.resolve(), ("", "a filesystem")
     for line in Path("/proc/self/mounts").read_text().splitlines():

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtide.config import Config
 from kvtide.doctor import disk, engine, flags, gain, host, model, node
+from kvtide.doctor.advice import AdviceRequest, Progress, advise
+from kvtide.doctor.advice_findings import findings
 from kvtide.doctor.finding import Finding, error, ok, warning
 from kvtide.errors import KvtideError
 from kvtide.formatting import size
@@ -34,9 +37,13 @@ class Deployment:
     """Tokens per second; None: take the running engine's."""
     disk_speed: int | None = None
     """Bytes per second; None: measure it."""
+    record: Path | None = None
+    """A recording of the node's requests; None: the one that it writes."""
+    seconds: float = 120.0
+    """How long to replay recorded requests, about."""
 
 
-def examine(given: Deployment) -> Iterator[Finding]:
+def examine(given: Deployment, progress: Progress = lambda _: lambda _: None) -> Iterator[Finding]:
     """Run all checks that are possible."""
     running = None
     if given.url:
@@ -76,8 +83,30 @@ def examine(given: Deployment) -> Iterator[Finding]:
         yield gain.storing(config, layout, running.pool, dram)
     speed = yield from _disk(given, config, status)
     if layout is not None and speed is not None:
-        learned = running.prefill if running is not None else None
-        yield from gain.check(layout, speed, given.prefill or learned or config.plan.prefill_tokens_per_second or None)
+        yield from gain.check(layout, speed, _prefill(given, running) or config.plan.prefill_tokens_per_second or None)
+    yield from _changes(given, running, status, progress)
+
+
+def _prefill(given: Deployment, running: engine.Running | None) -> float | None:
+    return given.prefill or (running.prefill if running is not None else None)
+
+
+def _changes(
+    given: Deployment, running: engine.Running | None, status: Status | None, progress: Progress
+) -> Iterator[Finding]:
+    """The changes of the node's settings that would bring most, if its requests are recorded."""
+    if status is None:
+        if given.record is not None:
+            yield warning("changes", "no node is running, and they depend on its settings", "start it, and look again")
+        return
+    if status.store.recorder is None and given.record is None:
+        return
+    how = f"kvtide node --socket {status.node.path} --record FILE"
+    wanted = AdviceRequest(record=given.record, prefill=_prefill(given, running) or 0.0, seconds=given.seconds, how=how)
+    try:
+        yield from findings(advise(status, wanted, progress))
+    except KvtideError as e:
+        yield warning("changes", str(e), "run kvtide doctor node for them alone")
 
 
 def _disk(given: Deployment, config: Config, status: Status | None) -> Generator[Finding, None, float | None]:

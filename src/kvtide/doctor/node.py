@@ -49,14 +49,14 @@ def ask(config: Config) -> tuple[Status | None, Finding]:
     return status, ok("node", f"process {node.pid} answers at {node.path}, {len(node.clients) - 1} other clients")
 
 
-def check(config: Config, status: Status) -> Iterator[Finding]:
-    """Check a running node."""
+def check(config: Config | None, status: Status) -> Iterator[Finding]:
+    """Check a running node; ``config`` is that of an engine that uses it."""
     for name, tier in status.store.tiers.items():
         if tier.failed:
             yield error(
                 name, "the tier answers only with errors", "see the node's log; free space, or replace the disk"
             )
-    if config.engine.address and config.engine.store == "through":
+    if config is not None and config.engine.address and config.engine.store == "through":
         yield warning(
             "store",
             "engine.store is through, and whether blocks go to the disk at once is the node's own setting",

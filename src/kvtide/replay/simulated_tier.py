@@ -6,6 +6,7 @@ generations, and which blocks are evicted to make space.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -47,10 +48,10 @@ class SimulatedDram(Dram):
 
 
 class SimulatedTier:
-    """A colder tier that only manages slots. ``evict`` is called to make space, as by an NVMe tier. Calls ``done`` at
-    once."""
+    """A colder tier that only manages slots. ``evict`` is called with a size and a number of slots to make space, as by
+    an NVMe tier. Calls ``done`` at once."""
 
-    def __init__(self, budget: int, segment: int, evict: Callable[[int], bool]) -> None:
+    def __init__(self, budget: int, segment: int, evict: Callable[[int, int], bool]) -> None:
         self.segments = Segments(budget, segment)
         self.book_lock = threading.Lock()
         self._evict = evict
@@ -64,22 +65,27 @@ class SimulatedTier:
         done([True] * len(batch))
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
-        done([self._write(item.identity.geometry.footprint, item.owner) for item in batch])
+        places: list[int] = []
+        for nbytes, items in itertools.groupby(batch, lambda item: item.identity.geometry.footprint):
+            places += self._write(nbytes, np.array([item.owner for item in items], np.int64))
+        done(places)
 
-    def _write(self, nbytes: int, owner: int) -> int:
-        size = ladder(nbytes)
-        while True:
+    def _write(self, nbytes: int, owners: npt.NDArray[np.int64]) -> list[int]:
+        """Places for blocks of that size; space is made for all of them at once, as by an NVMe tier."""
+        size, places = ladder(nbytes), list[int]()
+        while len(places) < len(owners):
+            left = owners[len(places) :]
             with self.book_lock:
-                place = self.segments.take(size, owner)
-                if place is None and self._grow(size):
-                    place = self.segments.take(size, owner)
-            if place is not None:
-                self._written += nbytes
-                self._blocks += 1
-                return place
-            if not self._evict(size):
-                self._failed += 1
-                return NOWHERE
+                found = self.segments.take_many(size, len(left), left)
+                if not found and self._grow(size):
+                    continue
+            places += found
+            if len(found) < len(left) and not found and not self._evict(size, len(left)):
+                break
+        self._written += nbytes * len(places)
+        self._blocks += len(places)
+        self._failed += len(owners) - len(places)
+        return places + [NOWHERE] * (len(owners) - len(places))
 
     def _grow(self, size: int) -> bool:
         spare = self.segments.spare(size)

@@ -21,7 +21,8 @@ import io
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ class TraceRequest(NamedTuple):
     """How the output ended: ``tool``, a tool call; ``end``, the end of a turn; empty: unknown."""
     returns_in: float | None = None
     """Seconds after which the prompt was expected to be used again; None: unknown."""
+    have: int = 0
+    """Blocks that the engine had in its own cache."""
 
 
 class Trace(NamedTuple):
@@ -72,6 +75,26 @@ class Trace(NamedTuple):
     """Tokens per block, if the trace or the caller says so."""
     block_bytes: int | None = None
     """Bytes per block where the trace was recorded, if it says so."""
+    have: Sequence[int] = ()
+    """For each request, the blocks that its engine had in its own cache; empty: unknown."""
+
+    @property
+    def numbers(self) -> int:
+        """All blocks have numbers below this."""
+        return 1 + max((int(chain.max()) for chain in self.blocks if len(chain)), default=-1)
+
+    def part(self, first: int) -> Trace:
+        """The requests from number ``first`` on."""
+        blocks = self.blocks[first:]
+        return self._replace(
+            seconds=self.seconds[first:],
+            blocks=blocks,
+            unique=len(np.unique(np.concatenate(blocks))) if blocks else 0,
+            tenants=self.tenants[first:],
+            turns=self.turns[first:],
+            returns_in=self.returns_in[first:],
+            have=self.have[first:],
+        )
 
 
 class _Line(msgspec.Struct):
@@ -92,6 +115,7 @@ class _Line(msgspec.Struct):
     turn: int | str | None = None
     """A number in Bailian's traces."""
     returns_in: float | None = None
+    have: int | None = None
 
 
 _Found = _Line | tuple[float, list[Event]]
@@ -132,13 +156,25 @@ class Reader:
     """The requests of a trace in order of time. Read once; raises ``TraceError``.
 
     ``progress`` gets the bytes of the file read so far. ``block_tokens``: tokens per block; otherwise the trace must
-    say it.
+    say it. ``growing``: a process may still be writing the file, so an incomplete end is normal. ``most``: read only
+    the last requests, those that together have so many blocks.
     """
 
-    def __init__(self, path: Path, progress: Callable[[int], None], block_tokens: int | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        progress: Callable[[int], None],
+        block_tokens: int | None,
+        growing: bool = False,
+        most: int | None = None,
+    ) -> None:
         self.block_tokens = block_tokens
         """Known after all was read, if at all."""
         self.block_bytes: int | None = None
+        self.passed_over = 0
+        """Requests that were not returned because of ``most``."""
+        self._level = logging.DEBUG if growing else logging.WARNING
+        self._most = most
         self._path = path
         self._progress = progress
         self._source = "--block-tokens" if block_tokens else ""
@@ -150,11 +186,24 @@ class Reader:
                 packed = raw.read(2) == b"\x1f\x8b"
                 raw.seek(0)
                 stream: io.BufferedReader[Any] = io.BufferedReader(_Unpacked(raw)) if packed else raw
-                found = list(self._read(stream, lambda: self._progress(raw.tell())))
+                found = self._last(self._read(stream, lambda: self._progress(raw.tell())))
         except (OSError, EOFError, zlib.error) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             raise TraceError(f"{self._path} cannot be read: {reason}") from error
         yield from sorted(found, key=lambda request: request.seconds)
+
+    def _last(self, requests: Iterator[TraceRequest]) -> list[TraceRequest]:
+        if self._most is None:
+            return list(requests)
+        kept: deque[TraceRequest] = deque()
+        blocks = 0
+        for request in requests:
+            kept.append(request)
+            blocks += len(request.blocks)
+            while blocks > self._most and len(kept) > 1:
+                blocks -= len(kept.popleft().blocks)
+                self.passed_over += 1
+        return list(kept)
 
     def _where(self, number: int) -> str:
         return f"{self._path}, line {number}"
@@ -215,7 +264,11 @@ class Reader:
             except EOFError:
                 if not recorded:
                     raise
-                log.warning("%s: it has no end, as when the recording is killed; it is read up to there", self._path)
+                log.log(
+                    self._level,
+                    "%s: it has no end, as when the recording is killed; it is read up to there",
+                    self._path,
+                )
 
         for number, line in enumerate(whole(), 1):
             if not number % 1000:
@@ -234,7 +287,8 @@ class Reader:
                     continue
             except (msgspec.DecodeError, ValueError, TypeError) as error:
                 if recorded and not line.endswith(b"\n"):
-                    log.warning(
+                    log.log(
+                        self._level,
                         "%s: the last line is cut off, as when the recording is killed; it is left out",
                         self._where(number),
                     )
@@ -351,8 +405,13 @@ class Reader:
                 raise TraceError(f"{where}: turn is {line.turn!r}; it must be 'tool', 'end' or absent")
             if line.returns_in is not None and not line.returns_in > 0:
                 raise TraceError(f"{where}: returns_in is {line.returns_in:g}; it must be more than 0")
+            have = line.have or 0
+            if not 0 <= have <= len(line.hash_ids or ()):
+                raise TraceError(f"{where}: have is {have}; it must be a number of the request's blocks")
             if blocks := self._full(where, line):
-                yield TraceRequest(line.timestamp / 1000, blocks, line.tenant or "", turn, line.returns_in)
+                yield TraceRequest(
+                    line.timestamp / 1000, blocks, line.tenant or "", turn, line.returns_in, min(have, len(blocks))
+                )
 
     def _agents(self, lines: Iterator[tuple[str, _Line]]) -> Iterator[TraceRequest]:
         found: list[tuple[str, float, tuple[int | str, ...]]] = []
@@ -367,9 +426,16 @@ class Reader:
         yield from (TraceRequest((ts - first[app]) / 1e6, blocks) for app, ts, blocks in found if blocks)
 
 
-def read(path: Path, progress: Callable[[int], None] = lambda _: None, block_tokens: int | None = None) -> Reader:
-    """The requests of a trace in order of time, one by one."""
-    return Reader(path, progress, block_tokens)
+def read(
+    path: Path,
+    progress: Callable[[int], None] = lambda _: None,
+    block_tokens: int | None = None,
+    *,
+    growing: bool = False,
+    most: int | None = None,
+) -> Reader:
+    """The requests of a trace in order of time, one by one. See ``Reader``."""
+    return Reader(path, progress, block_tokens, growing, most)
 
 
 def chains(found: Iterable[TraceRequest]) -> Trace:
@@ -378,7 +444,7 @@ def chains(found: Iterable[TraceRequest]) -> Trace:
     roots: dict[str, int] = {}
     """Negative numbers, one per tenant: tenants share no blocks, even with equal numbers."""
     trace = Trace(np.zeros(0), [], 0, [], [], [])
-    seconds = []
+    seconds, have = list[float](), list[int]()
     for request in found:
         parent, chain = roots.setdefault(request.tenant, -1 - len(roots)), []
         for block in request.blocks:
@@ -389,7 +455,8 @@ def chains(found: Iterable[TraceRequest]) -> Trace:
         trace.tenants.append(request.tenant)
         trace.turns.append(request.turn)
         trace.returns_in.append(request.returns_in)
-    return trace._replace(seconds=np.array(seconds), unique=len(names))
+        have.append(request.have)
+    return trace._replace(seconds=np.array(seconds), unique=len(names), have=have)
 
 
 def load(path: Path, progress: Callable[[int], None] = lambda _: None, block_tokens: int | None = None) -> Trace:

@@ -1,12 +1,15 @@
 """How much cache a recorded trace needs for a wanted hit rate.
 
-The best possible cache, which knows the future, is computed much faster than a policy is replayed, and no policy needs
-less. So its size is where the search begins: sizes are doubled until the policy reaches the rate, and then the last
-interval is divided.
+Two curves are known without a replay. No policy needs less than the best possible cache, which knows the future. And
+leaf-first LRU is computed for all sizes at once; other policies find a little more or less than it does. So the search
+begins at the size that LRU needs, and after each replay goes to the size that LRU would need for what is missing, or
+to one that is as close as the result has to be. Two to five replays are usual.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import msgspec
 from kvtide import config
 from kvtide.errors import ConfigError
 from kvtide.formatting import size
+from kvtide.replay.lru_curve import LruCurve, lru_curve
 from kvtide.replay.optimum import optimum
 from kvtide.replay.run import replay, slot_of
 from kvtide.replay.trace import Trace, load
@@ -24,6 +28,8 @@ __all__ = ["NeededCapacity", "needed"]
 
 _LEAST = 1 << 20
 """The smallest budget of DRAM, in bytes."""
+_GUESSES = 4
+"""Sizes that are tried because LRU suggests them; then the interval is divided."""
 _CLOSE = 1.1
 """The search ends when the smallest size that suffices is at most this many times one that does not."""
 
@@ -83,27 +89,33 @@ def needed(
         )
     tried: dict[int, float] = {}
 
-    def reached(blocks: int) -> bool:
-        if blocks not in tried:
-            settings = config.read(overrides={"nvme.path": "", "dram.policy": policy, "dram.budget": blocks * slot})
-            started = progress(f"with {size(blocks * slot)}")
-            tried[blocks] = replay(found, settings, block, warm, best=False, progress=started).hit_rate
-        return tried[blocks] >= hit_rate
+    def hits(blocks: int) -> int:
+        settings = config.read(
+            overrides={
+                "nvme.path": "",
+                "dram.policy": policy,
+                "dram.budget": blocks * slot,
+                "dram.segment": blocks * slot,  # with blocks of one size only the time depends on it
+            }
+        )
+        started = progress(f"with {size(blocks * slot)}")
+        result = replay(found, settings, block, warm, best=False, progress=started)
+        tried[blocks] = result.hit_rate
+        return result.hits
 
     least = -(-_LEAST // slot)
     most = max(most, least)
-    low, high = least - 1, most
+    curve = lru_curve(found, start, progress("sizes for LRU"))
+    wanted = math.ceil(hit_rate * asked)
+    top = min(most, max(least, curve.size(wanted)))
+    low, high = least - 1, top
     while high - low > 1:  # the size of the best possible cache
         middle = (low + high) // 2
         low, high = (low, middle) if best(middle) >= hit_rate else (middle, high)
-    low = least - 1
-    while not reached(high):
-        if high == most:
-            raise ConfigError(f"{name}: {policy} reaches {tried[most]:.2%} with room for all blocks; give at most that")
-        low, high = high, min(most, 2 * high)
-    while high - low > 1 and low >= least and high > low * _CLOSE:
-        middle = max(low + 1, min(high - 1, round((low * high) ** 0.5)))
-        low, high = (low, middle) if reached(middle) else (middle, high)
+    reached = _search(hits, curve, wanted, low, top, least, most)
+    if reached is None:
+        raise ConfigError(f"{name}: {policy} reaches {tried[most]:.2%} with room for all blocks; give at most that")
+    high = reached
     return NeededCapacity(
         trace=name,
         requests=len(found.blocks),
@@ -116,3 +128,32 @@ def needed(
         block_tokens=tokens,
         tried=sorted((blocks * slot, rate) for blocks, rate in tried.items()),
     )
+
+
+def _search(
+    hits: Callable[[int], int], curve: LruCurve, wanted: int, low: int, first: int, least: int, most: int
+) -> int | None:
+    """The smallest size, within ``_CLOSE``, at which a policy finds ``wanted`` blocks; None if ``most`` does not.
+
+    ``low`` is known not to suffice; ``first`` is tried first.
+    """
+    high, size = 0, first
+    for tries in itertools.count(1):
+        found = hits(size)
+        if found >= wanted:
+            high = size
+        elif size == most:
+            return None
+        else:
+            low = size
+        if high and (high - low <= 1 or low < least or high <= low * _CLOSE):
+            return high
+        # As much more as LRU has there than here, the policy is expected to have too.
+        expected = curve.size(wanted - found + curve.hits(size))
+        if found >= wanted:
+            size = max(low + 1, min(expected, math.ceil(high / _CLOSE)))
+        else:
+            size = min(high - 1 if high else most, max(expected, low + 1, int(low * _CLOSE)))
+        if high and low >= least and tries >= _GUESSES:
+            size = max(low + 1, min(high - 1, round((low * high) ** 0.5)))
+    raise AssertionError("it never ends otherwise")

@@ -301,15 +301,16 @@ class LocalBackend:
             if self._ready:  # notify those who waited for loads that were abandoned or repaired here
                 self._pipeline.call_ready()
         if record and not again:
-            self._record(names, names.tokens)
+            self._record(names, names.tokens, have, cost)
         return found
 
-    def _record(self, names: BlockNames, tokens: int) -> None:
+    def _record(self, names: BlockNames, tokens: int, have: int = 0, prefill: PrefillCost | None = None) -> None:
         if self._recorder is not None:
             # A client's claim about its prompt's length is trusted only as far as its blocks confirm it.
             full = names.blocks * self._shape.block_tokens
             known = tokens if 0 <= tokens - full < self._shape.block_tokens else full
-            self._recorder.request(names.joined, known, self._shape, self._tenant, self._tag)
+            have = min(have, names.blocks)
+            self._recorder.request(names.joined, known, self._shape, self._tenant, self._tag, have, prefill)
 
     def _match(
         self, names: BlockNames, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool
@@ -509,6 +510,8 @@ class LocalBackend:
         """``keep``: the most bytes of blocks before ``stop`` to hold for it. ``wait``: see ``Pipeline``."""
         now = self.partition.sweep()
         expiry = now + (float("inf") if ttl is None else ttl)
+        if self._recorder is not None:
+            self._recorder.ttl = ttl
         if now >= self._index.next_expiry:
             self._remove_expired(groups, names, stop, now)
         with contextlib.ExitStack() as stack:

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from kvtide.block import Group
+from kvtide.config import Config, Value
 from kvtide.store.store import Statistics
 
-__all__ = ["ClientStatistics", "ModelStatistics", "NodeStatistics", "Status", "least"]
+__all__ = [
+    "ClientStatistics",
+    "ModelStatistics",
+    "NodeStatistics",
+    "Status",
+    "least",
+    "reported_settings",
+    "without_recording",
+]
+
+_REPORTED = ("dram", "nvme", "plan", "record")
+"""Sections of which all settings are reported: none of them is a secret."""
+_STORAGES = (("files", "path"), ("objects", "url"), ("valkey", "url"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,9 @@ class NodeStatistics:
     clients: list[ClientStatistics] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     """What the operator should know about the configuration. For administrators."""
+    settings: dict[str, Value] = field(default_factory=dict)
+    """The settings in force that decide what is kept, by dotted name; of shared storage only whether there is any. For
+    administrators, and over HTTP for authenticated callers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,22 @@ class Status:
     node: NodeStatistics
 
 
+def reported_settings(config: Config) -> dict[str, Value]:
+    """The settings that ``NodeStatistics`` reports."""
+    whole = {
+        f"{section}.{name}": value
+        for section in _REPORTED
+        for name, value in structs.asdict(getattr(config, section)).items()
+    }
+    return whole | {f"{section}.{name}": bool(getattr(getattr(config, section), name)) for section, name in _STORAGES}
+
+
+def without_recording(store: Statistics) -> Statistics:
+    """Statistics without tenants, and without the place of the recording."""
+    recorder = None if store.recorder is None else replace(store.recorder, path="")
+    return replace(store, tenants={}, recorder=recorder)
+
+
 def least(status: Status) -> Status:
     """Reduce a status to what an unauthenticated caller may see: totals, but no tenants, processes, models or paths."""
     clients = [
@@ -75,6 +109,6 @@ def least(status: Status) -> Status:
     ]
     budgets = {n: replace(b, steward=replace(b.steward, who="")) for n, b in status.store.budgets.items()}
     return Status(
-        replace(status.store, tenants={}, budgets=budgets),
-        replace(status.node, pid=0, path="", clients=clients, warnings=[]),
+        replace(without_recording(status.store), budgets=budgets),
+        replace(status.node, pid=0, path="", clients=clients, warnings=[], settings={}),
     )

@@ -8,7 +8,9 @@ and each other line is a request: milliseconds since the recording began, tokens
 its full blocks, which identifies the block together with everything before it. ``tenant`` is omitted for the default
 tenant::
 
-    {"timestamp": 1503, "input_length": 700, "hash_ids": [81..., 17...], "tenant": "3f..."}
+    {"timestamp": 1503, "input_length": 700, "hash_ids": [81..., 17...], "tenant": "3f...", "have": 1}
+
+``have`` is the number of blocks that the engine had in its own cache; it is omitted if there were none.
 
 *Anonymous.* Block numbers and tenant names are keyed hashes. The key is made when the recording begins and is never
 written: a reader of the file cannot test whether it has a known prompt, and two recordings have no number in common.
@@ -48,6 +50,7 @@ from kvtide.clock import Clock
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.index.work_slices import SLICE, rest
+from kvtide.plan.prefill import PrefillCost
 
 __all__ = ["REASONS", "RecordedShape", "Recorder", "RecorderStatistics"]
 
@@ -85,6 +88,7 @@ class _Request(NamedTuple):
     """The concatenated digests of its full blocks."""
     domain: bytes
     tenant: bytes
+    have: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,12 @@ class RecorderStatistics:
     bytes_written: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Requests that are not in the file, by reason."""
+    path: str = ""
+    """The file. For administrators, and over HTTP for authenticated callers."""
+    prefill: PrefillCost | None = None
+    """The cost of computing that the caller of the last recorded request gave; None: none gave any."""
+    ttl: float | None = None
+    """Seconds that the last stored blocks may live, as their caller asked; None: no limit."""
 
 
 class Recorder:
@@ -121,6 +131,9 @@ class Recorder:
         self._ended = False
         self._taken = self._requests = self._written = 0
         self._dropped: Counter[str] = Counter()
+        self._prefill: PrefillCost | None = None
+        self.ttl: float | None = None
+        """See ``RecorderStatistics.ttl``."""
         self._fd = -1
         forks.tell(self)
         self._fd, self.path = _create(path)
@@ -142,10 +155,21 @@ class Recorder:
         self._at_exit = at_exit
         atexit.register(at_exit)
 
-    def request(self, names: bytes, tokens: int, shape: RecordedShape, tenant: bytes, domain: bytes = b"") -> None:
-        """Record a prompt: the concatenated digests of its full blocks, and its number of tokens.
+    def request(
+        self,
+        names: bytes,
+        tokens: int,
+        shape: RecordedShape,
+        tenant: bytes,
+        domain: bytes = b"",
+        have: int = 0,
+        prefill: PrefillCost | None = None,
+    ) -> None:
+        """Record a prompt: the concatenated digests of its full blocks, its number of tokens, and how many of the
+        blocks its engine ``have`` already.
 
-        ``domain`` distinguishes equal blocks of two trust domains. Waits only for other callers.
+        ``domain`` distinguishes equal blocks of two trust domains. ``prefill``, the cost of computing, is not written,
+        only reported in the statistics. Waits only for other callers.
         """
         size = len(names) // 32 + _REQUEST
         with self._lock:
@@ -162,7 +186,8 @@ class Recorder:
                 return
             else:
                 milliseconds = int(1000 * (self._clock.monotonic() - self._began))
-                self._queue.append(_Request(milliseconds, tokens, names, domain, tenant))
+                self._queue.append(_Request(milliseconds, tokens, names, domain, tenant, have))
+                self._prefill = prefill or self._prefill
                 self._waiting += size
                 self._taken += 1
                 if self._waiting > _WAITING // 4:
@@ -177,7 +202,15 @@ class Recorder:
 
     def statistics(self) -> RecorderStatistics:
         with self._lock:
-            return RecorderStatistics(not self._ended, self._requests, self._written, dict(self._dropped))
+            return RecorderStatistics(
+                not self._ended,
+                self._requests,
+                self._written,
+                dict(self._dropped),
+                str(self.path.absolute()),
+                self._prefill,
+                self.ttl,
+            )
 
     def end(self) -> None:
         """Stop recording and write the queue. ``close`` waits for it."""
@@ -251,12 +284,19 @@ class Recorder:
             reset()
             update(names[at : at + 32] + domain)
             numbers.append(int.from_bytes(digest(7), "little") >> 3)  # below 2**53, the limit of some JSON readers
-        line = {"timestamp": request.milliseconds, "input_length": request.tokens, "hash_ids": numbers}
-        if tenant := self._tenant(request.tenant):
-            return msgspec.json.encode({**line, "tenant": tenant}) + b"\n"
+        line: dict[str, object] = {
+            "timestamp": request.milliseconds,
+            "input_length": request.tokens,
+            "hash_ids": numbers,
+        }
+        if tenant := self.tenant(request.tenant):
+            line["tenant"] = tenant
+        if request.have:
+            line["have"] = request.have
         return msgspec.json.encode(line) + b"\n"
 
-    def _tenant(self, tag: bytes) -> str:
+    def tenant(self, tag: bytes) -> str:
+        """The name that the tenant with that tag has in the file."""
         found = self._tenants.get(tag)
         if found is None:
             # The input is shorter than that of a block, so the two never collide.

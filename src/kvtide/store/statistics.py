@@ -28,6 +28,8 @@ class TenantStatistics:
     """The most bytes that it may use."""
     refused: dict[str, int]
     """Blocks, by reason."""
+    recorded_as: str = ""
+    """Its name in the recording, if requests are recorded; the default tenant has none there."""
 
     @classmethod
     def limited(cls, number: int, accounts: Mapping[str, TenantUsage]) -> TenantStatistics:

@@ -62,6 +62,8 @@ class Store(SessionHost):
         super().__init__("open it again with kvtide.open(...)")
         check_memory(config.dram.budget, node=mapped)
         shares = divide(config)
+        self.given = config
+        """All settings; ``config`` has those of ``main``."""
         self.config = shares.rest
         self.clock = clock or SystemClock()
         self.feed = Feed()
@@ -219,11 +221,16 @@ class Store(SessionHost):
         forks.check(self.origin)
         found = self.main.statistics()
         reserved = {t.hex(): TenantStatistics.reserved(share.statistics()) for t, share in self._reserved.items()}
+        tenants = found.tenants | reserved
+        if (recorder := self.recorder) is not None:
+            tenants = {
+                tag: replace(one, recorded_as=recorder.tenant(bytes.fromhex(tag))) for tag, one in tenants.items()
+            }
         return replace(
             found,
             feed=self.feed.statistics(),
             sessions=len(self._sessions),
-            tenants=found.tenants | reserved,
+            tenants=tenants,
             recorder=self.recorder.statistics() if self.recorder is not None else None,
         )
 

@@ -18,7 +18,6 @@ import socket
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -34,7 +33,7 @@ from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.refusals import Refusals
 from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.security.audit import audit_of
-from kvtide.store.node_statistics import NodeStatistics, Status
+from kvtide.store.node_statistics import NodeStatistics, Status, reported_settings, without_recording
 from kvtide.store.store import Store
 from kvtide.transfer.write_results import Flushed
 from kvtide.version import __version__
@@ -206,8 +205,9 @@ class Node:
             failures + sum(c.failures for c in clients),
             [c.statistics() for c in clients],
             self._access_list.warnings if domain is None else [],
+            reported_settings(self.store.given) if domain is None else {},
         )
-        return Status(store if domain is None else replace(store, tenants={}), node)
+        return Status(store if domain is None else without_recording(store), node)
 
     def _accept(self) -> None:
         try:
