@@ -49,10 +49,11 @@ def test_every_metric_of_the_connector_is_there_and_no_other() -> None:
     assert set(re.findall(r"`vllm:kvtide_(\w+)`", PAGE.read_text())) == set(names)
 
 
-def test_every_setting_on_the_page_is_one() -> None:
+def test_every_setting_on_the_page_and_on_that_about_tuning_is_one() -> None:
+    text = PAGE.read_text() + (ROOT / "docs/tuning.md").read_text()
     known = {setting.name for setting in configuration.explain(env={})}
     sections = {name.partition(".")[0] for name in known}
-    told = set(re.findall(r"`(\w+\.\w+)(?: = [^`]*)?`", PAGE.read_text()))
+    told = set(re.findall(r"`(\w+\.\w+)(?: = [^`]*)?`", text))
     told = {name for name in told if name.partition(".")[0] in sections}
     assert len(told) > 8
     assert told <= known

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.node.serving import eventually
+
 __all__ = ["Answer", "Engine", "engine"]
 
 START_SECONDS = 300
@@ -65,8 +67,9 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Empty the engine's own cache, and not the connector's."""
-        self._post("/reset_prefix_cache")
+        """Empty the engine's own cache, and not the connector's. The engine refuses while a request or the connector
+        has pages, and keeps all it has: a hit could then be of its own cache. It is asked until it has done it."""
+        eventually(lambda: self._post("/reset_prefix_cache").json()["success"])
 
     def metrics(self) -> dict[str, float]:
         """The engine's figures by name, those with labels summed up."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.engines.vllm.engines import Engine, engine
+from tests.node.serving import eventually
 
 PROMPT = random.Random(1).choices(range(1000, 40000), k=700)
 
@@ -32,6 +34,17 @@ def test_requests_one_after_another_are_deterministic(plain: Engine) -> None:
         plain.reset_prefix_cache()
         answers.append(plain.complete(PROMPT, 16))
     assert answers[0][:4] == answers[1][:4]
+
+
+def test_a_cache_is_empty_when_it_has_been_reset(plain: Engine) -> None:
+    """The engine refuses as long as a request has pages."""
+    plain.complete(PROMPT)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(plain.complete, PROMPT[:300], 100)
+        eventually(lambda: plain.metrics()["vllm:num_requests_running"])
+        plain.reset_prefix_cache()
+        assert other.result().reason == "length"
+    assert plain.complete(PROMPT).cached == 0
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
