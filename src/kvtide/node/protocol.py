@@ -25,6 +25,7 @@ from kvtide.block import Group, Kind, Layout
 __all__ = [
     "ABSENT",
     "EXPECT",
+    "EXPLAIN",
     "FEATURES",
     "LARGEST",
     "LENGTH",
@@ -46,6 +47,7 @@ __all__ = [
     "EventsLost",
     "Expect",
     "Expire",
+    "Explain",
     "Failure",
     "Fill",
     "Find",
@@ -104,7 +106,9 @@ EXPECT: Final = "expect"
 """The peer knows ``Expect``."""
 ABSENT: Final = "absent"
 """The peer knows ``Absent`` and ``Missed``."""
-FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT)
+EXPLAIN: Final = "explain"
+"""The peer knows ``Explain``."""
+FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT, EXPLAIN)
 """Optional features of this version. A feature is used if both peers announced it."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
@@ -486,6 +490,17 @@ class Expect(_Message, tag="expect"):
     """Seconds until the prompt is expected to be used again."""
 
 
+class Explain(_Message, tag="explain"):
+    """Find out why each block of the prompt with these digests is a hit or a miss. Nothing is counted, used or held.
+    ``prefill`` and ``cost``: see ``Match``. Answer: a map (``store.explanation.Explanation``). For nodes with the
+    feature ``EXPLAIN``."""
+
+    session: int
+    digests: bytes
+    prefill: float | None = None
+    cost: tuple[float, float] | None = None
+
+
 class Flush(_Message, tag="flush"):
     """Wait until the colder tiers have written what they were given. Answer: a number, for ``Ended``, which reports
     what was not written.
@@ -562,6 +577,7 @@ Operation = (
     | EndEarlierRights
     | Expire
     | Expect
+    | Explain
 )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
 from kvtide.index import work_slices
+from kvtide.index.absence_log import AbsenceCause
 from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Lease, Reservation
@@ -29,6 +30,8 @@ from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.plan.usage_tracker import Turn
+from kvtide.store.explain import explained
+from kvtide.store.explanation import Explanation
 from kvtide.store.partition import Partition
 from kvtide.store.recorder import RecordedShape
 from kvtide.tiers.base import Identity
@@ -135,6 +138,9 @@ class Backend(Protocol):
 
     def find(self, names: BlockNames) -> list[bool]:
         """Which blocks are present now, with all required groups."""
+
+    def explain(self, names: BlockNames, prefill: Prefill | None) -> Explanation:
+        """Why each block is a hit or a miss. Changes nothing."""
 
     def load(self, holding: Any, deadline: float | None) -> Transfer:
         """Load the leased prefix into DRAM within ``deadline`` seconds (None: the configured deadline)."""
@@ -404,6 +410,18 @@ class LocalBackend:
                 self._more(names.keys, rows, whole, here[:0], int(np.argmin(here)))
         return list(map(bool, here))
 
+    def explain(self, names: BlockNames, prefill: Prefill | None) -> Explanation:
+        layout, index, partition = self.layout, self._index, self.partition
+        cost = self._prefill if prefill is None else cost_of(prefill)
+        now = partition.clock.time()
+        with index.lock:
+            rows = self._all_rows(names)
+            whole = {name: index.usable(r, now) for name, r in rows.items()}
+            usable = index.lengths(layout, rows, whole)
+            queued = partition.read_bytes_queued
+            plan = partition.planner.plan(layout, rows, usable, 0, cost, queued, self._budget, trials=False)
+            return explained(partition, layout, self._identities, names.joined, rows, whole, usable, plan, now)
+
     def load(self, holding: LocalPrefixLease, deadline: float | None) -> Transfer:
         transfer, slices = self.begin_load(holding, deadline)
         for _ in slices:
@@ -553,6 +571,10 @@ class LocalBackend:
 
         reservation.on_end.append(ended)
         return reservation
+
+    def note_dropped(self, keys: Sequence[BlockKey], group: Group, cause: AbsenceCause) -> None:
+        """Record that blocks of a group were to be stored and were not."""
+        self._pipeline.note_dropped(keys, self._identities[group.name], cause)
 
     def _stored(self, groups: Sequence[Group], names: BlockNames, stop: int, priority: int, expiry: float) -> None:
         try:

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, Self, TypeVar, overload
 
@@ -29,6 +30,7 @@ from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.plan.usage_tracker import TURNS, Turn
 from kvtide.store.backend import Backend
+from kvtide.store.explanation import Explanation
 from kvtide.store.match import Load, Loaded, Match, Persist, Stored
 from kvtide.tiers.dram.copy import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
@@ -91,6 +93,15 @@ def _tokens(have: int) -> int:
     if have < 0:
         raise LayoutError(f"have is {have}, not a number of tokens")
     return min(have, _MOST)
+
+
+def _prefill(prefill: Prefill | None) -> Prefill | None:
+    """Check an engine's speed or cost of prefill: see ``Session.match``."""
+    if prefill is not None and not isinstance(prefill, PrefillCost):
+        prefill = arguments.real(prefill, "prefill")
+        if prefill < 0:
+            raise LayoutError(f"prefill is {prefill}, not a speed in tokens per second; give 0 or more, or None")
+    return prefill
 
 
 def _priority(priority: int) -> int:
@@ -254,10 +265,8 @@ class Session:
         chain = self._chain(tokens, extras)
         if type(have) is not int or not 0 <= have <= _MOST:
             have = _tokens(have)
-        if prefill is not None and not isinstance(prefill, PrefillCost):
-            prefill = arguments.real(prefill, "prefill")
-            if prefill < 0:
-                raise LayoutError(f"prefill is {prefill}, not a speed in tokens per second; give 0 or more, or None")
+        if prefill is not None:
+            prefill = _prefill(prefill)
         end, pause = 0.0, _PAUSE
         if wait:
             end = time.monotonic() + (arguments.seconds(wait, "wait") or 0.0)
@@ -283,6 +292,18 @@ class Session:
         Blocks that others wrote to shared storage are searched for in the background: call again to see them.
         """
         return self._backend.find(self._chain(tokens, extras))
+
+    @_inside
+    def explain(
+        self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, prefill: Prefill | None = None
+    ) -> Explanation:
+        """Why each block of a prompt would be a hit or a miss of a match now; ``prefill`` is as for ``match``.
+
+        Changes nothing: nothing is counted, used, held or searched for. ``str`` of the result says it in words. What
+        happened to a block is known as far as it was recorded since the store was opened (``explain.memory``).
+        """
+        chain = self._chain(tokens, extras)
+        return replace(self._backend.explain(chain, _prefill(prefill)), tokens=chain.tokens)
 
     def ended(self, right: Match | Reservation) -> None:
         """Called when a match or a reservation has ended."""

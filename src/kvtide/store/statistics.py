@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtide.counts import CountKind, count_names
 from kvtide.events import FeedStatistics
+from kvtide.index.absence_log import AbsenceStatistics
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.planner import PlannerStatistics
 from kvtide.store.recorder import RecorderStatistics
@@ -89,3 +90,5 @@ class Statistics:
     """Without that of reserved shares."""
     recorder: RecorderStatistics | None = None
     """None if requests are not recorded."""
+    absences: AbsenceStatistics = field(default_factory=AbsenceStatistics)
+    """Records of why blocks are absent, for ``explain``. Without those of reserved shares."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
@@ -27,6 +28,7 @@ from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.plan.usage_tracker import Turn
 from kvtide.serial_executor import SerialExecutor
 from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, PrefixLease, persisted
+from kvtide.store.explanation import ExplainedBlocks, Explanation, Why
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Persisted, Unwritten
 
@@ -234,6 +236,17 @@ class RemoteBackend:
         NodeUnavailable."""
         link, session = self._session()
         return link, p.Find(session, digests)
+
+    def explain(self, names: BlockNames, prefill: Prefill | None) -> Explanation:
+        why = Why.NO_NODE
+        with contextlib.suppress(NodeUnavailable):
+            link, session = self._session()
+            if p.EXPLAIN in link.welcome.features:
+                answer = link.ask_one(p.Explain(session, names.joined, *self._wired(prefill, 0, names.blocks)))
+                return msgspec.convert(answer, Explanation)
+            why = Why.NOT_RECORDED
+        nothing = (ExplainedBlocks(0, names.blocks, why),) if names.blocks else ()
+        return Explanation(names.tokens, self.layout.block_tokens, nothing, self._client.clock.time())
 
     def asking_absent(self, digests: bytes) -> tuple[NodeLink, p.Absent]:
         """The request that finds out whether the prompt with these blocks is absent, and the link to send it over.

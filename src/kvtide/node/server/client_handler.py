@@ -407,6 +407,13 @@ class ClientHandler:
         session = self._session(o.session)
         session.backend.missed(self._names(session, o.digests), o.tokens)
 
+    def _explain(self, o: p.Explain) -> Any:
+        session = self._session(o.session)
+        cost = o.prefill if o.cost is None else PrefillCost(*o.cost)
+        answer = msgspec.Raw(msgspec.msgpack.encode(session.backend.explain(self._names(session, o.digests), cost)))
+        self._spent += len(memoryview(answer)) // work_limits.ANSWER_BYTES
+        return answer
+
     def _names(self, session: ServerSession, digests: bytes, tokens: bytes = b"", first: int = 0) -> WireBlockNames:
         """The blocks that a request names; charges their work. ``first`` is the block whose tokens come first in
         ``tokens``."""
@@ -511,6 +518,8 @@ class ClientHandler:
         if o.after is not None:
             del session.reservations[o.after]
         refused = (o.stop - stop) * len(groups)
+        if refused:
+            session.beyond_share(groups, names, stop, o.stop)
         if made.later and o.wait:
             return self._reserve_later(o, session, made, reserve, refused)
         return self._reserved(o, session, made, refused)
@@ -784,4 +793,5 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.EndEarlierRights: ClientHandler._end_earlier_rights,
     p.Expire: ClientHandler._expire,
     p.Expect: ClientHandler._expect,
+    p.Explain: ClientHandler._explain,
 }

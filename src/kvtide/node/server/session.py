@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey
+from kvtide.block import BlockKey, Group
 from kvtide.errors import LayoutError, RightError
+from kvtide.index.absence_log import AbsenceCause
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
 from kvtide.index.pins import PinCharge
@@ -275,6 +276,11 @@ class ServerSession:
             self.worker_group.delegate(number, made, writers)
         else:
             self.reservations[number] = made
+
+    def beyond_share(self, groups: Sequence[Group], names: WireBlockNames, start: int, stop: int) -> None:
+        """Record that these blocks were not stored because the client may hold no more memory."""
+        for group in groups:
+            self.backend.note_dropped(names.keys(group.suffix)[start:stop], group, AbsenceCause.CLIENT_SHARE)
 
     def release(self, number: int) -> int:
         """The client does not use a leased prefix any more; its workers may. Returns how many blocks the lease has."""
