@@ -21,7 +21,7 @@ from kvtide.store.backend import LocalBackend
 from kvtide.store.session import SessionHost
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
-from tests.node.serving import Thread
+from tests.node.serving import Thread, eventually
 from tests.plan.small import LAYOUT, MODEL, NBYTES, SLOTS, content, keep, length, prompt
 from tests.test_interrupts import Interrupted, Points
 
@@ -477,3 +477,165 @@ def test_the_table_tells_what_it_was_told() -> None:
     assert (found.tiers[one], found.unwritten[one]) == (3, 31)
     other = log.find(Columns.mark, -6)
     assert not other.codes.any(), "another identity finds nothing"
+
+
+# -- past requests, and counts ----------------------------------------------------------------------------------
+
+
+def test_a_past_request_is_explained_as_it_was(opened: Opener, tmp_path: Path) -> None:
+    world = opened(nvme=nvme(tmp_path))
+    with world.host.session(MODEL) as session:
+        keep(session, 1, 2)
+        session.drop(prompt(1, 2, 3, 4), start=1)
+        session.match(prompt(1, 2, 3), request="first").release()
+        world.clock.advance(60)
+        keep(session, 1, 2, 3)
+        session.match(prompt(1, 2, 3), request="second").release()
+        found = session.explain_request("first")
+        assert found is not None
+        assert [(some.why, some.tier) for some in found.blocks] == [
+            (Why.HIT, "dram"),
+            (Why.DROPPED, ""),
+            (Why.NEVER_SEEN, ""),
+        ]
+        assert (found.request, found.tokens) == ("first", 3 * LAYOUT.block_tokens)
+        assert "request first: 48 tokens: 3 blocks of 16, 1 from the store" in str(found)
+        second = session.explain_request("second")
+        assert second is not None
+        assert second.by_tier() == {"dram": 3}
+        assert second.by_reason() == {}
+        assert session.explain_request("third") is None
+        assert session.explain_request("") == second, "the last one"
+        assert second.summary()["hits"] == {"dram": 3}
+    with world.host.session(MODEL, OTHER) as other:
+        assert other.explain_request("first") is None
+        assert other.explain_request("") is None
+
+
+def test_what_happened_after_a_request_is_not_its_reason(opened: Opener) -> None:
+    world = opened()
+    with world.host.session(MODEL) as session:
+        session.match(prompt(1), request="early").release()
+        world.clock.advance(10)
+        keep(session, 1)
+        session.drop(prompt(1))
+        found = session.explain_request("early")
+        assert found is not None
+        assert found.blocks[0].why in (Why.NEVER_SEEN, Why.RECORD_OVERWRITTEN)
+        assert found.blocks[0].why is not Why.DROPPED
+
+
+def test_misses_are_counted_by_reason(opened: Opener) -> None:
+    world = opened()
+    with world.host.session(MODEL) as session:
+        keep(session, 1)
+        session.drop(prompt(1))
+        for _ in range(2):
+            session.match(prompt(1, 2)).release()
+        session.match(prompt(1, 2), again=True).release()
+        session.match(prompt(1, 2), record=False).release()
+        told(session, 1, 2)
+        recent = world.store.statistics().recent
+        assert recent.misses == recent.lately == {"dropped": 2, "never seen": 2}
+        world.clock.advance(3600)
+        recent = world.store.statistics().recent
+        assert (recent.misses, recent.lately) == ({"dropped": 2, "never seen": 2}, {})
+
+
+def test_requests_take_bounded_memory(opened: Opener) -> None:
+    world = opened(explain={"memory": 20_000})
+    with world.host.session(MODEL) as session:
+        for number in range(100):
+            session.match(prompt(number), request=str(number)).release()
+            if number % 5 == 0:
+                world.store.statistics()
+        recent = world.store.statistics().recent
+        assert 0 < recent.bytes <= recent.limit == 10_000
+        assert recent.requests < 100
+        assert session.explain_request("99") is not None
+        assert session.explain_request("0") is None
+
+
+def test_the_thread_finds_out_the_reasons_by_itself(opened: Opener) -> None:
+    world = opened()
+    with world.host.session(MODEL) as session:
+        session.match(prompt(1), request="one").release()
+        world.clock.advance(1)
+        recent = world.store.recent_requests
+        eventually(lambda: recent._past)
+
+
+def test_forgetting_a_tenant_forgets_its_requests(opened: Opener) -> None:
+    world = opened()
+    with world.host.session(MODEL, OTHER) as session:
+        keep(session, 1)
+        session.match(prompt(1), request="one").release()
+        assert session.explain_request("one") is not None
+        world.store.forget(OTHER.tag)
+        assert session.explain_request("one") is None
+        assert world.store.known_models.of(OTHER.tag, b"") == []
+
+
+# -- another namespace ------------------------------------------------------------------------------------------
+
+
+NEAR: dict[str, tuple[Model, str]] = {
+    "weights": (Model(LAYOUT, "given:finetuned"), "weights: given:finetuned, here given:small"),
+    "adapter": (Model(LAYOUT, MODEL.weights, adapter="sql"), "adapter: sql, here none"),
+    "fidelity": (Model(LAYOUT, MODEL.weights, fidelity="half"), "fidelity: half, here exact"),
+    "scales": (Model(LAYOUT, MODEL.weights, scales=b"1"), "scales of the KV dtype"),
+    "configuration": (Model(LAYOUT, MODEL.weights, {"rope": {"theta": 1}}), "configuration: rope"),
+    "dtype": (
+        Model(
+            kvtide.Layout.attention(layers=8, heads=1, head_dim=256, dtype="bfloat16", block_tokens=16), "given:small"
+        ),
+        "dtype: bfloat16, here int8",
+    ),
+    "layout": (
+        Model(kvtide.Layout.attention(layers=8, heads=2, head_dim=128, dtype="int8", block_tokens=16), "given:small"),
+        "layout, heads: 2, here 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NEAR)
+def test_another_namespace_and_what_differs(opened: Opener, what: str) -> None:
+    other, text = NEAR[what]
+    nbytes = other.layout.geometry["full"].nbytes
+    world = opened()
+    with world.host.session(MODEL) as session:
+        with world.host.session(other) as writer:
+            writer.store(prompt(1, 2), [bytes(nbytes)] * 2)
+        found = told(session, 1, 2, 3)
+        assert [some.why for some in found.blocks] == [Why.OTHER_NAMESPACE, Why.NEVER_SEEN]
+        assert text in found.blocks[0].differs
+        assert f"stored under another namespace: {text[:20]}" in " ".join(str(found).split())
+    with world.host.session(MODEL, OTHER) as stranger:
+        assert set(why(stranger, 1, 2, 3)) == {Why.NEVER_SEEN}, "of another tenant's models nothing is told"
+
+
+def test_another_block_size(opened: Opener) -> None:
+    larger = Model(
+        kvtide.Layout.attention(layers=8, heads=1, head_dim=256, dtype="int8", block_tokens=32), "given:small"
+    )
+    with opened().host.session(MODEL) as session, session._session_host.session(larger) as writer:
+        writer.store(prompt(1, 2, 3, 4), [bytes(larger.layout.geometry["full"].nbytes)])
+        found = told(session, 1, 2, 3, 4)
+        assert [(some.stop, some.why) for some in found.blocks] == [(2, Why.OTHER_NAMESPACE), (4, Why.NEVER_SEEN)]
+        assert found.blocks[0].differs[0] == "block size: 32, here 16"
+
+
+def test_few_and_short_descriptions_of_models_are_kept(opened: Opener) -> None:
+    from kvtide.store.known_models import KnownModels, describe, read
+
+    assert read(describe(MODEL)) == MODEL
+    assert describe(Model(LAYOUT, "long", {"text": "x" * 20_000})) == b""
+    assert read(b"\xc1") is None
+    assert read(b"") is None
+    known = KnownModels()
+    for number in range(1000):
+        known.note(b"%d" % (number % 10), b"", b"%d" % number, b"about %d" % number)
+    known.note(b"0", b"blue", b"1", b"in another domain")
+    assert len(known.of(b"0", b"")) <= 32
+    assert len(known._known) <= 256
+    assert known.of(b"0", b"blue") == [b"in another domain"]

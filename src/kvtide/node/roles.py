@@ -39,6 +39,7 @@ NEEDS: Mapping[type, Role] = {
     p.Missed: Role.READ,
     p.Expect: Role.READ,
     p.Explain: Role.READ,
+    p.Models: Role.READ,
     p.Load: Role.READ,
     p.Cancel: Role.READ,
     p.Collect: Role.READ,

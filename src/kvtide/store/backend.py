@@ -30,7 +30,7 @@ from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.plan.usage_tracker import Turn
-from kvtide.store.explain import explained
+from kvtide.store.explain import Explainer, explained
 from kvtide.store.explanation import Explanation
 from kvtide.store.partition import Partition
 from kvtide.store.recorder import RecordedShape
@@ -128,11 +128,17 @@ class Backend(Protocol):
         message."""
 
     def match(
-        self, names: BlockNames, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
+        self,
+        names: BlockNames,
+        have: int,
+        prefill: Prefill | None,
+        again: bool = False,
+        record: bool = True,
+        request: str = "",
     ) -> PrefixLease:
         """Lease the longest prefix that is present and worth loading, when the caller already has ``have`` blocks.
 
-        ``again``: this match belongs to a use of these blocks that was counted before. ``record``: see
+        ``again``: this match belongs to a use of these blocks that was counted before. ``record`` and ``request``: see
         ``Session.match``.
         """
 
@@ -141,6 +147,12 @@ class Backend(Protocol):
 
     def explain(self, names: BlockNames, prefill: Prefill | None) -> Explanation:
         """Why each block is a hit or a miss. Changes nothing."""
+
+    def explain_request(self, request: str) -> Explanation | None:
+        """Why each block of a past request was a hit or a miss; None if it is not remembered."""
+
+    def models(self) -> list[bytes]:
+        """Descriptions of the models that sessions of this tenant were opened for."""
 
     def load(self, holding: Any, deadline: float | None) -> Transfer:
         """Load the leased prefix into DRAM within ``deadline`` seconds (None: the configured deadline)."""
@@ -278,6 +290,7 @@ class LocalBackend:
         self._recorder = partition.recorder
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
+        self._explainer = Explainer(partition, layout, self._identities, tenant)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -288,6 +301,7 @@ class LocalBackend:
         prefill: Prefill | None,
         again: bool = False,
         record: bool = True,
+        request: str = "",
         room: int | None = None,
     ) -> LocalPrefixLease:
         """``room``: the most bytes that may be held, if less than all of DRAM."""
@@ -295,11 +309,12 @@ class LocalBackend:
         if self.partition.prefetcher.wants_uses and not again:
             self.partition.prefetcher.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
+        asked = request if record and not again and self._explainer.remembers else None
         try:
             now = self.partition.sweep()
             with self._index.lock:
                 try:
-                    found = self._match(names, have, cost, room, now, again)
+                    found = self._match(names, have, cost, room, now, again, asked)
                 except BaseException:
                     self._pipeline.repair()
                     raise
@@ -318,8 +333,16 @@ class LocalBackend:
             self._recorder.request(names.joined, known, self._shape, self._tenant, self._tag)
 
     def _match(
-        self, names: BlockNames, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool
+        self,
+        names: BlockNames,
+        have: int,
+        prefill: PrefillCost | None,
+        room: int,
+        now: float,
+        again: bool,
+        asked: str | None,
     ) -> LocalPrefixLease:
+        """``asked``: the engine's name of the request, if it is to be remembered."""
         layout, index = self.layout, self._index
         if self._pipeline.abandoned:
             self._pipeline.reclaim()
@@ -328,6 +351,8 @@ class LocalBackend:
             rows = self._all_rows(names)
             resident = None if self._checked else self._prompt_cache.note(names.joined, rows, now)
         if resident is not None and (names.blocks - have) * self._footprint <= room:
+            if asked:
+                self._explainer.remember_hits(asked, names.blocks, names.tokens, now)
             return self._all_here(names, resident, have, prefill, now, again)
         rows = resident.rows if resident is not None else rows
         whole = {name: index.usable(r, now) for name, r in rows.items()}
@@ -352,6 +377,8 @@ class LocalBackend:
         if not again:
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self.partition.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+        if asked or (asked is not None and plan.blocks < names.blocks):
+            self._explainer.remember(asked, names.joined, names.tokens, rows, whole, usable, plan, now, ready)
         return LocalPrefixLease(self, plan, have, part, lease, ready, pending)
 
     def _all_rows(self, names: BlockNames) -> dict[str, Rows]:
@@ -392,8 +419,9 @@ class LocalBackend:
             nothing = {name: np.zeros(names.blocks, np.bool_) for name in rows}
             return not self._more(names.keys, rows, nothing, np.zeros(0, np.bool_), 0)
 
-    def missed(self, names: BlockNames, tokens: int) -> None:
+    def missed(self, names: BlockNames, tokens: int, request: str = "") -> None:
         """Count and record a prompt of ``tokens`` tokens as a match that found nothing."""
+        self._explainer.remember_miss(request, names.joined, tokens)
         with self._index.lock:
             self.partition.planner.count(Plan(0, 0.0, None), names.blocks, 0, self.layout.block_tokens)
         if self.partition.prefetcher.wants_uses:
@@ -421,6 +449,12 @@ class LocalBackend:
             queued = partition.read_bytes_queued
             plan = partition.planner.plan(layout, rows, usable, 0, cost, queued, self._budget, trials=False)
             return explained(partition, layout, self._identities, names.joined, rows, whole, usable, plan, now)
+
+    def explain_request(self, request: str) -> Explanation | None:
+        return self._explainer.past(request)
+
+    def models(self) -> list[bytes]:
+        return self.partition.context.known_models.of(self._tenant, self._tag)
 
     def load(self, holding: LocalPrefixLease, deadline: float | None) -> Transfer:
         transfer, slices = self.begin_load(holding, deadline)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvtide.formatting import moment
@@ -56,6 +56,15 @@ class Why(Enum):
     def stored(self) -> bool:
         """Whether the block is in the store."""
         return self in (Why.HIT, Why.QUICKER_TO_COMPUTE, Why.NO_ROOM, Why.AFTER_A_MISS)
+
+
+_UNEXPLAINED = (
+    Why.NEVER_SEEN,
+    Why.NOT_SEEN_HERE,
+    Why.UNKNOWN_SINCE_RESTART,
+    Why.RECORD_OVERWRITTEN,
+    Why.NOT_RECORDED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,34 @@ class Explanation:
     def hits(self) -> int:
         """Blocks at the start of the prompt that are taken from the store."""
         return sum(len(some) for some in self.blocks if some.why is Why.HIT)
+
+    @property
+    def stored(self) -> int:
+        """Blocks at the start of the prompt that are in the store, used or not."""
+        missing = (some.first for some in self.blocks if not some.why.stored)
+        return next(missing, self.blocks[-1].stop if self.blocks else 0)
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether there are blocks of which nothing is known."""
+        return any(some.why in _UNEXPLAINED for some in self.blocks)
+
+    def with_others(self, others: Iterable[tuple[int, tuple[str, ...]]]) -> Explanation:
+        """The same with blocks explained of which nothing was known: their tokens are stored for another model. For
+        each of ``others`` there is how many of the first tokens are stored for it, and in what it differs."""
+        blocks = list(self.blocks)
+        for tokens, differs in sorted(others, key=lambda other: -other[0]):
+            limit, split = tokens // self.block_tokens, list[ExplainedBlocks]()
+            for some in blocks:
+                if some.why not in _UNEXPLAINED or some.first >= limit:
+                    split.append(some)
+                    continue
+                stop = min(some.stop, limit)
+                split.append(ExplainedBlocks(some.first, stop, Why.OTHER_NAMESPACE, differs=differs))
+                if stop < some.stop:
+                    split.append(replace(some, first=stop))
+            blocks = split
+        return replace(self, blocks=tuple(blocks))
 
     def by_tier(self) -> dict[str, int]:
         """Number of hits in each tier."""

@@ -46,6 +46,8 @@ from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.plan.write_budget import WriteBudget
 from kvtide.security.key_ring import KeyRing
 from kvtide.store.housekeeping import Housekeeper
+from kvtide.store.known_models import KnownModels
+from kvtide.store.recent_requests import RecentRequests
 from kvtide.store.recorder import Recorder
 from kvtide.store.restore import adopt, charge
 from kvtide.store.statistics import ScratchStatistics, Statistics, TenantStatistics
@@ -92,6 +94,8 @@ class StoreContext:
     """None: the system's."""
     mapped: bool
     """Whether other processes will map the memory."""
+    known_models: KnownModels
+    recent_requests: RecentRequests
 
 
 class Partition:

@@ -10,6 +10,7 @@ from kvtide.events import FeedStatistics
 from kvtide.index.absence_log import AbsenceStatistics
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.planner import PlannerStatistics
+from kvtide.store.recent_requests import RecentStatistics
 from kvtide.store.recorder import RecorderStatistics
 from kvtide.tiers.base import TierStatistics
 from kvtide.tiers.shared.credits import BudgetStatistics
@@ -92,3 +93,5 @@ class Statistics:
     """None if requests are not recorded."""
     absences: AbsenceStatistics = field(default_factory=AbsenceStatistics)
     """Records of why blocks are absent, for ``explain``. Without those of reserved shares."""
+    recent: RecentStatistics = field(default_factory=RecentStatistics)
+    """Recent requests, and why their blocks were missing."""

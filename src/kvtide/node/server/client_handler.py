@@ -349,6 +349,7 @@ class ClientHandler:
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = ServerSession(backend, self._account, model)
         self._session_identities.update(backend.asker.values())
+        self._store.known_models.note(o.tenant, access.tag, o.namespace, o.model)
         return number
 
     def _close(self, o: p.Close) -> Iterator[p.Answer]:
@@ -380,7 +381,7 @@ class ClientHandler:
         names, number = self._names(session, o.digests), next(self._numbers)
         names.tokens, have = o.tokens, o.have if o.have < names.blocks else names.blocks
         prefill = o.prefill if o.cost is None else PrefillCost(*o.cost)
-        found = session.match(number, names, have, prefill, o.again, o.record)
+        found = session.match(number, names, have, prefill, o.again, o.record, o.request)
         return p.Matched(
             number,
             found.plan.blocks,
@@ -393,6 +394,8 @@ class ClientHandler:
             self._ready_slots(session, found) if found.ready and session.worker_group is None else None,
             found.held,
             found.plan.slower,
+            found.plan.slower_load,
+            found.plan.slower_compute,
         )
 
     def _find(self, o: p.Find) -> p.Found:
@@ -405,12 +408,11 @@ class ClientHandler:
 
     def _missed(self, o: p.Missed) -> None:
         session = self._session(o.session)
-        session.backend.missed(self._names(session, o.digests), o.tokens)
+        session.backend.missed(self._names(session, o.digests), o.tokens, o.request)
 
     def _explain(self, o: p.Explain) -> Any:
         session = self._session(o.session)
-        cost = o.prefill if o.cost is None else PrefillCost(*o.cost)
-        answer = msgspec.Raw(msgspec.msgpack.encode(session.backend.explain(self._names(session, o.digests), cost)))
+        answer = session.explained(o, self._names(session, o.digests))
         self._spent += len(memoryview(answer)) // work_limits.ANSWER_BYTES
         return answer
 
@@ -794,4 +796,5 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Expire: ClientHandler._expire,
     p.Expect: ClientHandler._expect,
     p.Explain: ClientHandler._explain,
+    p.Models: lambda handler, o: {"models": handler._store.known_models.of(o.tenant, handler._access.tag)},
 }
