@@ -12,7 +12,7 @@ from kvtide.formatting import moment
 from kvtide.index.absence_log import AbsenceCause, EvictedFor
 from kvtide.transfer.write_results import Unwritten
 
-__all__ = ["ExplainedBlocks", "Explanation", "Why"]
+__all__ = ["ExplainedBlocks", "Explanation", "Why", "reasons"]
 
 _WIDTH = 80
 
@@ -93,9 +93,17 @@ class ExplainedBlocks:
     @property
     def reason(self) -> str:
         """The reason in a few words, one of a small number: for counts."""
-        if self.tier and self.why in (Why.EVICTED, Why.LOAD_FAILED, Why.QUICKER_TO_COMPUTE):
-            return f"{self.why.value}: {self.tier}" if self.why is not Why.EVICTED else f"evicted from {self.tier}"
+        if self.tier and self.why is Why.EVICTED:
+            return f"evicted from {self.tier}"
+        if self.tier and self.why is Why.LOAD_FAILED:
+            return f"load from {self.tier} failed"
         return self.why.value
+
+
+def reasons(tiers: Iterable[str]) -> list[str]:
+    """Every ``ExplainedBlocks.reason`` of a miss that there can be in a store with these tiers."""
+    found = {ExplainedBlocks(0, 0, why, tier).reason for why in Why if why is not Why.HIT for tier in tiers}
+    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def read(description: bytes) -> Model | None:
     """The model with that description; None if it is none."""
     try:
         about = msgspec.msgpack.decode(description, type=_Description)
-        groups = tuple(Group(name, Kind(kind), *rest) for name, kind, *rest in about.groups)
+        groups = tuple(Group(g[0], Kind(g[1]), *g[2:]) for g in about.groups)
         layout = Layout(groups, about.block_tokens)
         return Model(layout, about.weights, about.config, about.scales, about.adapter, about.fidelity)
     except (msgspec.MsgspecError, KvtideError, ValueError):
