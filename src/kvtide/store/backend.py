@@ -352,7 +352,7 @@ class LocalBackend:
             resident = None if self._checked else self._prompt_cache.note(names.joined, rows, now)
         if resident is not None and (names.blocks - have) * self._footprint <= room:
             if asked:
-                self._explainer.remember_hits(asked, names.blocks, names.tokens, now)
+                self._explainer.remember_hits(asked, names.blocks, names.tokens, now, have)
             return self._all_here(names, resident, have, prefill, now, again)
         rows = resident.rows if resident is not None else rows
         whole = {name: index.usable(r, now) for name, r in rows.items()}
@@ -378,7 +378,7 @@ class LocalBackend:
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self.partition.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         if asked or (asked is not None and plan.blocks < names.blocks):
-            self._explainer.remember(asked, names.joined, names.tokens, rows, whole, usable, plan, now, ready)
+            self._explainer.remember(asked, names.joined, names.tokens, rows, whole, usable, plan, now, ready, have)
         return LocalPrefixLease(self, plan, have, part, lease, ready, pending)
 
     def _all_rows(self, names: BlockNames) -> dict[str, Rows]:

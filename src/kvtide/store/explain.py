@@ -14,7 +14,7 @@ from kvtide.block import Layout
 from kvtide.index.absence_log import Absence, AbsenceCause, EvictedFor
 from kvtide.index.index import DRAM, PENDING, Mask, Rows
 from kvtide.plan.planner import Plan
-from kvtide.store.explanation import ExplainedBlocks, Explanation, Why
+from kvtide.store.explanation import ENGINE, ExplainedBlocks, Explanation, Why
 from kvtide.store.partition import Partition
 from kvtide.store.recent_requests import RecentRequest
 from kvtide.tiers.base import Identity
@@ -56,7 +56,7 @@ class _Columns:
 
     def runs(self, partition: Partition, layout: Layout, now: float) -> tuple[ExplainedBlocks, ...]:
         """The explanations, merged where they are equal. A tier is a number, plus 1 if it says anything."""
-        names = ["", "dram", *(cold.name for cold in partition.colds)]
+        names = ["", "dram", *(cold.name for cold in partition.colds), ENGINE]
         several = len(layout.groups) > 1
         columns = [self.why, self.tier, self.cause, self.for_whom, self.unwritten, self.group]
         changes = np.zeros(max(0, len(self.why) - 1), np.bool_)
@@ -236,16 +236,18 @@ class Explainer:
         plan: Plan,
         now: float,
         ready: bool,
+        have: int = 0,
     ) -> None:
-        """Remember a match; the arguments are as for ``explained``. ``ready``: whether all hits are in DRAM. Call with
-        the index lock held."""
+        """Remember a match; the arguments are as for ``explained``. ``ready``: whether all hits are in DRAM; ``have``:
+        the number of blocks that the engine has itself. Call with the index lock held."""
         blocks = len(joined) // 32
         tiers = np.zeros(blocks, np.int64) if ready else _tiers(self._partition, self._layout, rows, plan.blocks)
+        tiers[:have] = len(self._partition.colds) + 1
         self._put(request, blocks, now, partial(self._explain, joined, tokens, rows, whole, usable, plan, now, tiers))
 
-    def remember_hits(self, request: str, blocks: int, tokens: int, now: float) -> None:
-        """Remember a match that found everything in DRAM."""
-        self._put(request, 0, now, partial(self._hits, blocks, tokens, now))
+    def remember_hits(self, request: str, blocks: int, tokens: int, now: float, have: int) -> None:
+        """Remember a match that found in DRAM everything that the engine did not have itself."""
+        self._put(request, 0, now, partial(self._hits, blocks, tokens, now, min(have, blocks)))
 
     def remember_miss(self, request: str, joined: bytes, tokens: int) -> None:
         """Remember that nothing was found."""
@@ -262,9 +264,10 @@ class Explainer:
         nbytes = (40 + 16 * len(self._identities)) * blocks
         self._recent.put(RecentRequest(request, self._tenant, self._who, nbytes, explain))
 
-    def _hits(self, blocks: int, tokens: int, now: float) -> Explanation:
+    def _hits(self, blocks: int, tokens: int, now: float, have: int) -> Explanation:
         size, since = self._layout.block_tokens, self._partition.index.absence_log.since
-        found = (ExplainedBlocks(0, blocks, Why.HIT, "dram"),) if blocks else ()
+        parts = (ExplainedBlocks(0, have, Why.HIT, ENGINE), ExplainedBlocks(have, blocks, Why.HIT, "dram"))
+        found = tuple(some for some in parts if len(some))
         return Explanation(max(tokens, blocks * size), size, found, now, since)
 
     def _explain(

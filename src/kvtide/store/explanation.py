@@ -12,9 +12,11 @@ from kvtide.formatting import moment
 from kvtide.index.absence_log import AbsenceCause, EvictedFor
 from kvtide.transfer.write_results import Unwritten
 
-__all__ = ["ExplainedBlocks", "Explanation", "Why", "reasons"]
+__all__ = ["ENGINE", "ExplainedBlocks", "Explanation", "Why", "reasons"]
 
 _WIDTH = 80
+ENGINE = "engine"
+"""Used as the tier of blocks that the engine had itself when it asked."""
 
 
 class Why(Enum):
@@ -252,7 +254,7 @@ class Explanation:
 
 
 def _shown(tier: str) -> str:
-    return "DRAM" if tier == "dram" else tier
+    return {"dram": "DRAM", ENGINE: "the engine's own cache"}.get(tier, tier)
 
 
 def _seconds(value: float) -> str:

@@ -142,12 +142,16 @@ class RecentRequests:
             self._nbytes -= self._past.popleft().nbytes
 
     def find(self, name: str, who: Collection[int]) -> Explanation | None:
-        """The last request of that name, if a caller of these identities made it. An empty name: the last of all."""
+        """The last request of that name, if a caller of these identities made it. An empty name: the last of all.
+
+        An engine may continue the name that its user knows with a number of its own, after a hyphen.
+        """
         self._look(_QUEUE)
         mine = set(who)
         with self._lock:
             for past in reversed(self._past):
-                if (not name or past.explanation.request == name) and not mine.isdisjoint(past.who):
+                known = past.explanation.request
+                if (not name or known == name or known.startswith(f"{name}-")) and not mine.isdisjoint(past.who):
                     return past.explanation
         return None
 
