@@ -49,6 +49,9 @@ class Absence(Enum):
     LOAD_FAILED = "load failed"
     STORE_DROPPED = "store dropped"
 
+    code: int
+    """Its number in records."""
+
 
 class AbsenceCause(Enum):
     """Why that happened. The values are part of the protocol; the order is that of the numbers in records."""
@@ -71,6 +74,9 @@ class AbsenceCause(Enum):
     OTHERS_BLOCK = "the block is not the asker's"
     LATE = "the storage did not answer in time"
 
+    code: int
+    """Its number in records."""
+
     @classmethod
     def _missing_(cls, value: object) -> AbsenceCause:
         return cls.NONE  # of a newer node, or the name of a policy that is not one of kvtide's
@@ -85,19 +91,22 @@ class EvictedFor(Enum):
 
 
 _ABSENCES, _CAUSES, _FOR_WHOM = list(Absence), list(AbsenceCause), list(EvictedFor)
-_ABSENCE_CODE = {absence: number for number, absence in enumerate(_ABSENCES)}
-_CAUSE_CODE = {cause: number for number, cause in enumerate(_CAUSES)}
+for _number, _absence in enumerate(_ABSENCES):
+    _absence.code = _number
+for _number, _cause in enumerate(_CAUSES):
+    _cause.code = _number
 
 _TIER, _CAUSE, _FOR, _UNWRITTEN, _OVER, _TIME = 4, 8, 13, 15, 20, 21
 """Where the parts of a record's second number begin, after the absence: tier, cause, whom, unwritten, overwritten,
 time."""
-_OVERWRITTEN = np.uint64(1 << _OVER)
-_FOR_SAME, _FOR_OTHER, _FOR_NOBODY = (np.uint64(code << _FOR) for code in (1, 2, 0))
+_OVERWRITTEN = 1 << _OVER
+_SAME, _OTHER = 1, 2
+"""Positions in ``EvictedFor``."""
 _TICKS = 100
 """Of a record's time, per second."""
 
 
-class Columns(Protocol):
+class _Columns(Protocol):
     """What is needed of the index: columns with an entry for each row."""
 
     mark: npt.NDArray[np.uint64]
@@ -142,7 +151,7 @@ class Absences:
 class AbsenceLog:
     """The table of one partition."""
 
-    def __init__(self, index: Columns, nbytes: int = 0, clock: Clock | None = None) -> None:
+    def __init__(self, index: _Columns, nbytes: int = 0, clock: Clock | None = None) -> None:
         """``nbytes``: the most memory; less than a record's switches it off."""
         self._index = index
         self._clock = clock or SystemClock()
@@ -150,6 +159,9 @@ class AbsenceLog:
         self.on = size > 0
         self._mask = np.uint64(max(0, size - 1))
         self._table = np.zeros((size, 2), np.uint64)
+        self._marks = self._table[:, 0]
+        self._items = self._table.view(np.complex128).reshape(size)
+        """The same memory, with a record as one number of 16 bytes: numpy copies these ten times faster than rows."""
         self._secret = secrets.randbits(64) | 1
         self._factor = np.uint64(self._secret)
         self._records = 0
@@ -180,17 +192,25 @@ class AbsenceLog:
         if not self.on or not len(rows):
             return
         index = self._index
-        words = self._word(absence, tier, cause)
-        if times is not None:
-            ticks = np.maximum(0, (np.minimum(times, self._clock.time()) - self.since) * _TICKS).astype(np.uint64)
-            words = words & np.uint64((1 << _TIME) - 1) | ticks << np.uint64(_TIME)
+        word = self._word(absence, tier, cause)
+        words: Numbers | None = None
         if tenant:
             owners = index.tenant[rows]
-            whom = np.where(owners > 0, _FOR_OTHER, _FOR_NOBODY)
-            words = words | np.where(owners == tenant, _FOR_SAME, whom)
-        if not isinstance(unwritten, int) or unwritten:
-            words = words | np.asarray(unwritten, np.uint64) << np.uint64(_UNWRITTEN)
-        self._write(index.mark[rows] + index.identity[rows].view(np.uint64) * self._factor, words)
+            if owners.tobytes() == owners[:1].tobytes() * len(owners):  # the common case, made cheap
+                word |= _whom(int(owners[0]), tenant) << _FOR
+            else:
+                whom = np.where(owners == tenant, _SAME, np.where(owners > 0, _OTHER, 0))
+                words = np.uint64(word) | whom.astype(np.uint64) << np.uint64(_FOR)
+        if times is not None:
+            ticks = np.maximum(0, (np.minimum(times, self._clock.time()) - self.since) * _TICKS).astype(np.uint64)
+            words = np.uint64(word & (1 << _TIME) - 1) | ticks << np.uint64(_TIME)
+        elif not isinstance(unwritten, int) or unwritten:
+            known = np.uint64(word) if words is None else words
+            words = known | np.asarray(unwritten, np.uint64) << np.uint64(_UNWRITTEN)
+        names = index.identity[rows].view(np.uint64)
+        names *= self._factor
+        names += index.mark[rows]
+        self._write(names, np.uint64(word) if words is None else words)
 
     def note_blocks(
         self,
@@ -202,29 +222,34 @@ class AbsenceLog:
     ) -> None:
         """The same for blocks of one identity that may have no rows, given the marks of their keys."""
         if self.on and len(marks):
-            self._write(marks + self._mixed(identity), self._word(absence, tier, cause))
+            self._write(marks + self._mixed(identity), np.uint64(self._word(absence, tier, cause)))
 
     def _mixed(self, identity: int) -> np.uint64:
         return np.uint64((identity * self._secret) & _WORD)
 
-    def _word(self, absence: Absence, tier: int, cause: AbsenceCause) -> Numbers:
+    def _word(self, absence: Absence, tier: int, cause: AbsenceCause) -> int:
         ticks = max(0, int((self._clock.time() - self.since) * _TICKS))
-        packed = _ABSENCE_CODE[absence] | tier << _TIER | _CAUSE_CODE[cause] << _CAUSE | ticks << _TIME
-        return np.array([packed & _WORD], np.uint64)
+        return (absence.code | tier << _TIER | cause.code << _CAUSE | ticks << _TIME) & _WORD
 
-    def _write(self, names: Numbers, words: Numbers) -> None:
-        at = names & self._mask
-        before = self._table[at]
-        lost = (before[:, 0] != 0) & (before[:, 0] != names)
-        records = np.empty_like(before)
+    def _write(self, names: Numbers, words: Numbers | np.uint64) -> None:
+        """``words``: one for each name, or one for all. A place that had a record is marked as overwritten, even if it
+        was of the same block: that is quicker to find out."""
+        at = (names & self._mask).view(np.int64)
+        used = self._marks[at] != 0
+        count = used.tobytes().count(1)
+        if count == len(names):
+            words = words | np.uint64(_OVERWRITTEN)
+        elif count:
+            words = words | used * np.uint64(_OVERWRITTEN)
+        records = np.empty((len(names), 2), np.uint64)
         records[:, 0] = names
-        records[:, 1] = words | (before[:, 1] & _OVERWRITTEN) | lost * _OVERWRITTEN
-        self._table[at] = records  # in one step: an interrupted caller leaves whole records
+        records[:, 1] = words
+        self._items[at] = records.view(np.complex128)[:, 0]  # in one step: an interrupted caller leaves whole records
         self._records += len(names)
         if len(names) > 1:
-            lost = self._table[at, 0] != names  # two blocks of this batch have one place
+            lost = self._marks[at] != names  # two blocks of this batch have one place
             if b"\1" in lost.tobytes():
-                self._table[at[lost], 1] |= _OVERWRITTEN
+                self._table[at[lost], 1] |= np.uint64(_OVERWRITTEN)
 
     def find(self, marks: Numbers, identity: int) -> Absences:
         """What is recorded of blocks of one identity, given the marks of their keys."""
@@ -234,7 +259,7 @@ class AbsenceLog:
         names = marks + self._mixed(identity)
         found = self._table[names & self._mask]
         known, words = found[:, 0] == names, found[:, 1]
-        doubtful = ~known & (words & _OVERWRITTEN != 0)
+        doubtful = ~known & (words & np.uint64(_OVERWRITTEN) != 0)
         words = np.where(known, words, np.uint64(0))
 
         def part(start: int, stop: int) -> Codes:
@@ -249,3 +274,8 @@ class AbsenceLog:
             self.since + (words >> np.uint64(_TIME)).astype(np.float64) / _TICKS,
             doubtful,
         )
+
+
+def _whom(owner: int, tenant: int) -> int:
+    """Whether space is needed for the owner of a block, for another tenant, or that is unknown (0)."""
+    return _SAME if owner == tenant else _OTHER if owner else 0

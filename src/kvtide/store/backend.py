@@ -309,7 +309,7 @@ class LocalBackend:
         if self.partition.prefetcher.wants_uses and not again:
             self.partition.prefetcher.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
-        asked = request if record and not again and self._explainer.remembers else None
+        asked = request if record and not again else None
         try:
             now = self.partition.sweep()
             with self._index.lock:

@@ -277,7 +277,8 @@ class Session:
         end, pause = 0.0, _PAUSE
         if wait:
             end = time.monotonic() + (arguments.seconds(wait, "wait") or 0.0)
-        request = request if request == "" else arguments.text(request, "request")[:_NAME]
+        if request != "":
+            request = arguments.text(request, "request")[:_NAME]
         while (match := self._match(chain, have, prefill, again, record, request)).pending:
             if (left := end - time.monotonic()) <= 0:
                 break

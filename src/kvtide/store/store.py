@@ -187,8 +187,6 @@ class Store(SessionHost):
         neither store nor load blocks.
         """
         with self.guard:
-            self.known_models.forget(tenant)
-            self.recent_requests.forget(tenant)
             return forget(self.partitions, tenant, who)
 
     def weights(self, path: str | Path | None = None, weights_id: str | None = None) -> WeightsId:
