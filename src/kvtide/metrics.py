@@ -366,7 +366,7 @@ METRICS = (
     # why blocks were missing
     Metric(
         "kvtide_missed_blocks_total",
-        "Blocks of requested prompts that were not taken from the store, by reason; docs/explain.md lists the reasons.",
+        "Blocks that requests did not take from the store, by reason (docs/explain.md); of unnamed requests a sample.",
         _missed,
         ("reason",),
     ),

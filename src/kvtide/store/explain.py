@@ -218,7 +218,6 @@ class Explainer:
         self._partition, self._layout, self._identities, self._tenant = partition, layout, identities, tenant
         self._who = frozenset(who.fingerprint for who in identities.values())
         self._recent = partition.context.recent_requests
-        self._on = self._recent.limit > 0
 
     def past(self, request: str) -> Explanation | None:
         """A past request of this model and tenant, by its name; None if it is not remembered."""
@@ -239,7 +238,7 @@ class Explainer:
     ) -> None:
         """Remember a match; the arguments are as for ``explained``. ``ready``: whether all hits are in DRAM; ``have``:
         the number of blocks that the engine has itself. Call with the index lock held."""
-        if not self._on:
+        if not self._recent.takes(request):
             return
         blocks = len(joined) // 32
         tiers = np.zeros(blocks, np.int64) if ready else _tiers(self._partition, self._layout, rows, plan.blocks)
@@ -248,12 +247,12 @@ class Explainer:
 
     def remember_hits(self, request: str, blocks: int, tokens: int, now: float, have: int) -> None:
         """Remember a match that found in DRAM everything that the engine did not have itself."""
-        if self._on:
+        if self._recent.takes(request):
             self._put(request, 0, now, partial(self._hits, blocks, tokens, now, min(have, blocks)))
 
     def remember_miss(self, request: str, joined: bytes, tokens: int) -> None:
         """Remember that nothing was found."""
-        if self._on:
+        if self._recent.takes(request):
             blocks, now = len(joined) // 32, self._partition.clock.time()
             rows = {name: np.zeros(blocks, np.int64) for name in self._identities}
             whole = {name: np.zeros(blocks, np.bool_) for name in self._identities}

@@ -1,12 +1,14 @@
 """Remembers recent requests and why their blocks were missing: for ``explain`` of a past request, and for counts.
 
-The caller's thread only appends to a queue, and only for a match that missed blocks, or that the engine gave a name. A
-thread of its own finds out the reasons half a second later, or a reader does so at once. Records of later events do not
-count, so that it need not hurry. All of it takes a fixed amount of memory: the oldest requests are forgotten first.
+The caller's thread only appends to a queue, and only for a match that the engine gave a name, or that missed blocks. Of
+those without a name a sample is enough: a few of each half second. A thread of its own finds out the reasons half a
+second later, or a reader does so at once. Records of later events do not count, so that it need not hurry. All of it
+takes a fixed amount of memory: the oldest requests are forgotten first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Collection
@@ -29,6 +31,8 @@ _RANGES = 100
 """The most ranges of blocks that are kept of a request."""
 _TOGETHER = 100
 """Requests of which the reasons are found out at a time."""
+_SAMPLE = 10
+"""Requests without a name that are taken in that time: finding out the reasons must not cost a part of a core."""
 _QUEUE = 10_000
 """The most requests that wait for that."""
 
@@ -64,7 +68,7 @@ class RecentStatistics:
     overlooked: int = 0
     """Requests that were not looked at, because too many came at a time."""
     misses: dict[str, int] = field(default_factory=dict)
-    """Missed blocks by reason, since the store was opened."""
+    """Missed blocks by reason, since the store was opened, of the requests that were looked at."""
     lately: dict[str, int] = field(default_factory=dict)
     """The same of the last ten minutes."""
 
@@ -93,10 +97,21 @@ class RecentRequests:
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=_MINUTES)
         self._lock = threading.Lock()
         self._due = 0.0
+        self._unnamed = _SAMPLE
+        """Requests without a name that may still be taken before the thread has looked at those before."""
         self._thread = Housekeeper(self, clock)
 
+    def takes(self, name: str) -> bool:
+        """Whether ``put`` wants a match of that name."""
+        if name or self._unnamed > 0:
+            return self.limit > 0
+        self._overlooked += 1
+        return False
+
     def put(self, request: RecentRequest) -> None:
-        """Remember a match. Does not wait."""
+        """Remember a match, if ``takes`` says so. Does not wait."""
+        if not request.name:
+            self._unnamed -= 1
         queue = self._queue
         if self._waiting + request.nbytes > self.limit or len(queue) >= _QUEUE:
             self._overlooked += 1
@@ -122,7 +137,7 @@ class RecentRequests:
                 try:
                     request = self._queue.popleft()
                 except IndexError:
-                    self._waiting = 0
+                    self._waiting, self._unnamed = 0, _SAMPLE
                     return
                 self._waiting -= request.nbytes
                 self._keep(replace(request.explain(), request=request.name), request)
@@ -146,24 +161,32 @@ class RecentRequests:
 
         An engine may continue the name that its user knows with a number of its own, after a hyphen.
         """
-        self._look(_QUEUE)
         mine = set(who)
+
+        def wanted(known: str, whose: Collection[int]) -> bool:
+            return (not name or known == name or known.startswith(f"{name}-")) and not mine.isdisjoint(whose)
+
+        for request in reversed(list(self._queue)):
+            if wanted(request.name, request.who):
+                return replace(request.explain(), request=request.name)
         with self._lock:
             for past in reversed(self._past):
-                known = past.explanation.request
-                if (not name or known == name or known.startswith(f"{name}-")) and not mine.isdisjoint(past.who):
+                if wanted(past.explanation.request, past.who):
                     return past.explanation
         return None
 
     def forget(self, tenant: bytes) -> None:
         """Forget a tenant's requests."""
-        self._look(_QUEUE)
+        for request in list(self._queue):
+            if request.tenant == tenant:
+                with contextlib.suppress(ValueError):  # the thread has taken it meanwhile
+                    self._queue.remove(request)
         with self._lock:
             kept = [past for past in self._past if past.tenant != tenant]
             self._past, self._nbytes = deque(kept), sum(past.nbytes for past in kept)
 
     def statistics(self) -> RecentStatistics:
-        self._look(_QUEUE)
+        self._look(_TOGETHER)
         now = int(self._clock.time() // 60)
         with self._lock:
             lately: Counter[str] = Counter()
