@@ -120,7 +120,7 @@ def test_cold_and_from_dram(plain: Engine, first: Engine) -> None:
 def test_an_answer_says_why_its_blocks_were_hits_or_misses(first: Engine, client: Client) -> None:
     tokens = prompt(77, 600)
     stored(first, client, tokens)
-    asks = {"kv_transfer_params": {"max_load_ms": 30_000, "explain": True}}
+    asks: dict[str, Any] = {"kv_transfer_params": {"max_load_ms": 30_000, "explain": True}}
     found = ask(first, [*tokens, *prompt(78, 300)], **asks)
     told = found.body["kv_transfer_params"]["kvtide"]["explanation"]
     assert told["hits"] == {"dram": 2}
