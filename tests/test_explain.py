@@ -559,7 +559,6 @@ def test_the_thread_finds_out_the_reasons_by_itself(opened: Opener) -> None:
     world = opened()
     with world.host.session(MODEL) as session:
         session.match(prompt(1), request="one").release()
-        world.clock.advance(1)
         recent = world.store.recent_requests
         eventually(lambda: recent._past)
 

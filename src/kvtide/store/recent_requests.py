@@ -9,17 +9,22 @@ takes a fixed amount of memory: the oldest requests are forgotten first.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
+from kvtide.index.work_slices import rest
 from kvtide.store.explanation import Explanation
-from kvtide.store.housekeeping import Housekeeper
 
 __all__ = ["RecentRequest", "RecentRequests", "RecentStatistics"]
+
+log = logging.getLogger("kvtide.store")
 
 _SOON = 0.5
 """Seconds after which the reasons are found out."""
@@ -96,10 +101,18 @@ class RecentRequests:
         self._misses: Counter[str] = Counter()
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=_MINUTES)
         self._lock = threading.Lock()
-        self._due = 0.0
         self._unnamed = _SAMPLE
         """Requests without a name that may still be taken before the thread has looked at those before."""
-        self._thread = Housekeeper(self, clock)
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        """Wakes the thread; False ends it. Not a ``threading.Event``: a caller that is interrupted while it sets one
+        may leave it locked; this queue, written in C, it cannot."""
+        self._awake = False
+        """Whether the thread was woken, and has not looked since."""
+        ended = self._wake
+        mine = weakref.ref(self, lambda _: ended.put(False))  # it does not keep an otherwise unreferenced store alive
+        self._thread = threading.Thread(target=_work, args=(mine, self._wake), name="kvtide-explain", daemon=True)
+        if limit:
+            self._thread.start()
 
     def takes(self, name: str) -> bool:
         """Whether ``put`` wants a match of that name."""
@@ -118,18 +131,15 @@ class RecentRequests:
             return
         self._waiting += request.nbytes  # may drift when threads compete; it is set to 0 whenever the queue is empty
         queue.append(request)
-        if len(queue) == 1:
-            self._due = self._clock.monotonic() + _SOON
-            self._thread.wake()
+        if not self._awake:
+            self._wake.put(True)  # first: if this is interrupted, the next caller wakes it
+            self._awake = True
 
-    def tidy(self) -> float:
-        """Find out the reasons of some requests; returns the seconds until the next are due. Called by the thread."""
-        if not self._queue:
-            return float("inf")
-        if (left := self._due - self._clock.monotonic()) > 0:
-            return left
+    def look(self) -> bool:
+        """Find out the reasons of some requests; returns whether more are left. Called by the thread."""
+        self._awake = False
         self._look(_TOGETHER)
-        return 0.0
+        return bool(self._queue)
 
     def _look(self, most: int) -> None:
         for _ in range(most):
@@ -199,5 +209,27 @@ class RecentRequests:
             )
 
     def close(self) -> None:
-        """End its thread."""
-        self._thread.close()
+        """End its thread. May be repeated."""
+        self._wake.put(False)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _work(owner: weakref.ref[RecentRequests], wake: SimpleQueue[bool]) -> None:
+    while wake.get():
+        try:
+            if not wake.get(timeout=_SOON):
+                return
+        except Empty:
+            pass
+        more = True
+        while more:
+            recent = owner()
+            if recent is None:
+                return
+            try:
+                more = recent.look()
+            except Exception:  # one request, whose reasons stay unknown
+                log.exception("the reasons for misses of a request could not be found out")
+            del recent  # otherwise the thread would keep it alive while it sleeps
+            rest()
