@@ -1,4 +1,4 @@
-"""This checkout beside another commit: what a match, a store, a step of the node and NVMe cost.
+"""This checkout beside another commit: what a match, a miss, a store, a step of the node and NVMe cost.
 
 ``python -m bench.compare COMMIT [TASK ...]`` checks COMMIT out into a temporary folder and runs the same tasks with the
 code of both, each in a process of its own. The two take turns, round by round, and change who is first. Where a process
@@ -70,6 +70,18 @@ def _prepared(stack: ExitStack, folder: Path, wanted: str) -> tuple[Task, int]:
             return 200
 
         return match, 0
+
+    if wanted == "miss":
+        empty = opened(dram={"budget": 64 * MIB})
+        loser = stack.enter_context(empty.session(kvtide.Model(TINY, "compare")))
+        chains = [loser.chain(np.full(64 * 16, next(fresh), np.uint32)) for _ in range(200)]
+
+        def miss() -> int:
+            for chain in chains:
+                loser.match(chain).release()
+            return len(chains)
+
+        return miss, 0
 
     if wanted == "store":
         full = opened(dram={"budget": 64 * MIB, "segment": "16MiB"})
@@ -203,7 +215,7 @@ def main() -> None:
     from kvtide.benchmarks.record import machine  # here, for a worker runs this file with another's kvtide
 
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=(__doc__ or "").partition("\n")[0])
-    every = ["match", "store", "step", "nvme-read", "nvme-write", "zstd-read", "zstd-write"]
+    every = ["match", "miss", "store", "step", "nvme-read", "nvme-write", "zstd-read", "zstd-write"]
     parser.add_argument("commit", help="the commit to compare with, or a folder with its checkout")
     parser.add_argument("task", nargs="*", default=every, help=f"of {', '.join(every)}; all if none is named")
     parser.add_argument("--pairs", type=int, default=9, help="of processes, one after the other")

@@ -139,6 +139,8 @@ def uses(home: SessionHost, session: Session, match: kvtide.Match, reservation: 
         "match": lambda: session.match(tokens(1)),
         "match of a chain": lambda: session.match(chain),
         "find": lambda: session.find(tokens(1)),
+        "explain": lambda: session.explain(tokens(1)),
+        "explain_request": lambda: session.explain_request("one"),
         "load": lambda: session.load(match),
         "store": lambda: session.store(tokens(9), data(9)),
         "reserve": lambda: session.reserve(tokens(9)),

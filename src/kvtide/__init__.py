@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvtide.node.client.client import Client, connect
     from kvtide.node.client.launch import open_anywhere as open  # noqa: A004 - the verb that users expect
     from kvtide.plan.prefill import PrefillCost
+    from kvtide.store.explanation import ExplainedBlocks, Explanation, Why
     from kvtide.store.forget import Forgotten
     from kvtide.store.match import Load, Loaded, Match, Persist, Stored
     from kvtide.store.session import Session
@@ -41,6 +42,8 @@ __all__ = [
     "Chain",
     "Client",
     "EventsLost",
+    "ExplainedBlocks",
+    "Explanation",
     "Extra",
     "Flushed",
     "Forgotten",
@@ -61,6 +64,7 @@ __all__ = [
     "Stored",
     "Tenant",
     "Unwritten",
+    "Why",
     "connect",
     "open",
 ]
@@ -81,6 +85,9 @@ _MODULES = {
     "connect": "kvtide.node.client.client",
     "open": "kvtide.node.client.launch",
     "PrefillCost": "kvtide.plan.prefill",
+    "ExplainedBlocks": "kvtide.store.explanation",
+    "Explanation": "kvtide.store.explanation",
+    "Why": "kvtide.store.explanation",
     "Forgotten": "kvtide.store.forget",
     "Load": "kvtide.store.match",
     "Loaded": "kvtide.store.match",

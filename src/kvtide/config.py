@@ -287,6 +287,19 @@ class Record(_Section, frozen=True):
     limit: Annotated[int, _size("Size of the file at which recording ends.", ge=4096)] = GiB
 
 
+class Explain(_Section, frozen=True):
+    """Records of why blocks are absent, for kvtide explain."""
+
+    memory: Annotated[
+        int,
+        _size(
+            "Memory for records of why blocks left the store or did not get in, 16 bytes each, and half as much again "
+            "for recent requests; 0: nothing is recorded.",
+            ge=0,
+        ),
+    ] = 4 * MiB
+
+
 class Node(_Section, frozen=True):
     """A store in its own process, the node."""
 
@@ -379,6 +392,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     naming: Naming = field(default_factory=Naming)
     security: Security = field(default_factory=Security)
     record: Record = field(default_factory=Record)
+    explain: Explain = field(default_factory=Explain)
     node: Node = field(default_factory=Node)
     engine: Engine = field(default_factory=Engine)
 

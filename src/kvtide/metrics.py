@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.counts import Count, TierCount
 from kvtide.histogram import HistogramStatistics
+from kvtide.store.explanation import reasons
 from kvtide.store.recorder import REASONS, RecorderStatistics
 from kvtide.store.statistics import Statistics, TenantStatistics
 
@@ -80,6 +81,11 @@ def _unrecorded(store: Statistics, _: NodeStatistics | None) -> _Samples:
     if store.recorder is not None:
         for reason in REASONS:
             yield (reason,), store.recorder.dropped.get(reason, 0)
+
+
+def _missed(store: Statistics, _: NodeStatistics | None) -> _Samples:
+    for reason in reasons(store.tiers):
+        yield (reason,), store.recent.misses.get(reason, 0)
 
 
 def _count(count: TierCount) -> _Source:
@@ -356,6 +362,19 @@ METRICS = (
         "Requests that are not in the recording: queue full, other block size, recording has ended.",
         _unrecorded,
         ("reason",),
+    ),
+    # why blocks were missing
+    Metric(
+        "kvtide_missed_blocks_total",
+        "Blocks that requests did not take from the store, by reason (docs/explain.md); of unnamed requests a sample.",
+        _missed,
+        ("reason",),
+    ),
+    Metric(
+        "kvtide_explain_bytes",
+        "Memory for records of why blocks are absent (without reserved shares), and for recent requests.",
+        lambda s, _: [(("absences",), s.absences.bytes), (("requests",), s.recent.bytes)],
+        ("records",),
     ),
     # sessions and clients
     Metric(

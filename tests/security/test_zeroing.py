@@ -20,6 +20,7 @@ import kvtide
 from kvtide import config
 from kvtide.block import Layout
 from kvtide.errors import UnknownTenantError
+from kvtide.index.absence_log import AbsenceCause
 from kvtide.index.keys import Model, Tenant
 from kvtide.node.client.client import Client
 from kvtide.security.key_admin import destroy
@@ -101,7 +102,7 @@ def test_eviction_and_expiry_zero_nothing() -> None:
         assert has(home, ANN, 1, 4) == 0
         with home.index.lock:
             rows = home.index.rows(home.session(SMALL, ANN).chain(tokens(2, 4)).keys(b"full"))
-            home.pipeline._space._evict(rows[rows > 0].tolist(), [])
+            home.pipeline._space._evict(rows[rows > 0].tolist(), [], AbsenceCause.LRU)
         home.dram.wait_zeroed()
         assert (left(home, 1), left(home, 2)) == (4 * 16384, 4 * 16384), "that would cost what eviction must not cost"
 

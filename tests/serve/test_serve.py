@@ -193,6 +193,24 @@ def test_what_a_client_knows_of_the_next_use_reaches_the_store(served: Served) -
     assert 'kvtide_hints_total{kind="end"} 0' in served.http.get("/metrics").text
 
 
+def test_a_request_that_asks_is_told_why_its_blocks_were_hits_or_misses(served: Served) -> None:
+    ask = {"kv_transfer_params": {"explain": True}}
+    assert "kv_transfer_params" not in served.complete(f"Of reasons. {LONG}", max_tokens=1).model_extra
+    answer = served.complete(f"Of reasons. {LONG}", max_tokens=1, extra_body=ask)
+    told = answer.model_extra["kv_transfer_params"]["kvtide"]["explanation"]
+    assert told["request"] == f"{answer.id}-0"
+    assert told["hits"]["dram"] * told["block_tokens"] >= cached(answer) > 0
+    with served.store.session(served.attached.identity()) as session:
+        found = session.explain_request(answer.id)
+        assert found is not None
+        assert found.by_tier() == told["hits"]
+    pieces = list(served.complete(f"Of reasons. {LONG}", max_tokens=1, extra_body=ask, stream=True))
+    (last,) = [piece for piece in pieces if "kv_transfer_params" in (piece.model_extra or {})]
+    assert last.model_extra["kv_transfer_params"]["kvtide"]["explanation"]["hits"] == told["hits"]
+    with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
+        served.complete("x", extra_body={"kv_transfer_params": {"explain": 1}})
+
+
 # -- what is refused --------------------------------------------------------------------------------------
 
 

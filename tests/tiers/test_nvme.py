@@ -461,7 +461,7 @@ class Fifo:
         self.caller: Caller
         self._lock = threading.Lock()
 
-    def __call__(self, size: int, count: int) -> bool:
+    def __call__(self, size: int, count: int, owner: int) -> bool:
         with self._lock:
             first = [self.held.popitem(last=False) for _ in range(min(count, len(self.held)))]
         for key, (place, _) in first:

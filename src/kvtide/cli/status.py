@@ -26,6 +26,9 @@ __all__ = ["app"]
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
+_REASONS = 5
+"""Reasons for misses that are shown: the most frequent ones."""
+
 
 @app.command()
 def status(
@@ -104,6 +107,9 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         f"loads from colder tiers: {loads.under_way:,} under way" + (f", {ended}" if ended else ""),
         *(f"{n:,} {name}" for name, n in store.counts.items() if name in odd),
     ]
+    if lately := sorted(store.recent.lately.items(), key=lambda reason: -reason[1])[:_REASONS]:
+        said = ", ".join(f"{n:,} {reason}" for reason, n in lately)
+        notes.append(f"blocks missed in the last 10 min: {said} (kvtide explain says more)")
     if (recorder := store.recorder) is not None:
         state = "requests are recorded" if recorder.active else "recording of requests has ended"
         lost = "".join(f", {n:,} left out: {reason}" for reason, n in recorder.dropped.items())

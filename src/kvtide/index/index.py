@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.block import DIGEST, BlockKey, Group, Layout
+from kvtide.index.absence_log import AbsenceLog
 from kvtide.index.columns import column
 from kvtide.index.hold_counts import HoldCounts, Rows
 from kvtide.index.pins import Pins
@@ -151,6 +152,8 @@ class Index:
         does not have it; then it is known once the block was read."""
         self.identity_number = np.zeros(size, np.uint32)
         """Namespace and group, as the pipeline's number of an Identity."""
+        self.absence_log = AbsenceLog(self)
+        """Why blocks are absent. Off unless the store replaces it."""
 
     def __len__(self) -> int:
         return len(self._rows)

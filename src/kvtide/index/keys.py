@@ -282,6 +282,11 @@ class Chain:
             parent = digest()
             append(parent)
 
+    @property
+    def extras(self) -> Sequence[Extra]:
+        """The extras of the prompt."""
+        return tuple(self._extras)
+
     def first(self, blocks: int) -> Chain:
         """An independent chain of the first ``blocks`` full blocks."""
         chain = Chain(self.namer)

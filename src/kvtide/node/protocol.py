@@ -25,6 +25,7 @@ from kvtide.block import Group, Kind, Layout
 __all__ = [
     "ABSENT",
     "EXPECT",
+    "EXPLAIN",
     "FEATURES",
     "LARGEST",
     "LENGTH",
@@ -46,6 +47,7 @@ __all__ = [
     "EventsLost",
     "Expect",
     "Expire",
+    "Explain",
     "Failure",
     "Fill",
     "Find",
@@ -64,6 +66,7 @@ __all__ = [
     "Match",
     "Matched",
     "Missed",
+    "Models",
     "NotStored",
     "Notice",
     "Open",
@@ -104,7 +107,9 @@ EXPECT: Final = "expect"
 """The peer knows ``Expect``."""
 ABSENT: Final = "absent"
 """The peer knows ``Absent`` and ``Missed``."""
-FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT)
+EXPLAIN: Final = "explain"
+"""The peer knows ``Explain``."""
+FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT, EXPLAIN)
 """Optional features of this version. A feature is used if both peers announced it."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
@@ -205,6 +210,8 @@ class Open(_Message, tag="open"):
     block_tokens: int
     namespace: bytes
     tenant: bytes
+    model: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
+    """A description of the model (``store/known_models.py``), for the answers to ``Models``; empty: it has none."""
 
 
 class Close(_Message, tag="close"):
@@ -231,6 +238,8 @@ class Match(_Message, tag="match"):
     """Tokens of the prompt, including those after its last full block; 0: unknown. For recordings."""
     record: bool = True
     """Whether it is a request of its own in a recording: see ``Session.match``."""
+    request: Word = ""
+    """The engine's name of the request, for ``Explain``."""
 
 
 class Find(_Message, tag="find"):
@@ -255,6 +264,8 @@ class Missed(_Message, tag="missed"):
     session: int
     digests: bytes
     tokens: int = 0
+    request: Word = ""
+    """See ``Match``."""
 
 
 class Found(_Message, tag="found"):
@@ -290,6 +301,10 @@ class Matched(_Message, tag="matched"):
     """Blocks of the prefix that are available in memory now. -1 from a node that does not say: all if ``ready``."""
     slower: int = 0
     """Blocks after the prefix that some tier has, but that are quicker to compute."""
+    slower_load: float = 0.0
+    """Estimated seconds to load those,"""
+    slower_compute: float = 0.0
+    """and to compute them."""
 
 
 class Load(_Message, tag="load"):
@@ -486,6 +501,29 @@ class Expect(_Message, tag="expect"):
     """Seconds until the prompt is expected to be used again."""
 
 
+class Explain(_Message, tag="explain"):
+    """Find out why each block of the prompt with these digests is a hit or a miss. Nothing is counted, used or held.
+    ``prefill`` and ``cost``: see ``Match``. Answer: a map (``store.explanation.Explanation``). For nodes with the
+    feature ``EXPLAIN``.
+
+    With ``past``: of the past request with the name ``request``, or the last one if that is empty. ``digests`` have no
+    meaning then, and the answer is nil if the node does not remember it."""
+
+    session: int
+    digests: bytes
+    prefill: float | None = None
+    cost: tuple[float, float] | None = None
+    request: Word = ""
+    past: bool = False
+
+
+class Models(_Message, tag="models"):
+    """Answer: a map whose ``models`` are the descriptions (see ``Open``) of the models of a tenant that sessions of the
+    client's trust domain were opened for, the one used last first. For nodes with the feature ``EXPLAIN``."""
+
+    tenant: bytes
+
+
 class Flush(_Message, tag="flush"):
     """Wait until the colder tiers have written what they were given. Answer: a number, for ``Ended``, which reports
     what was not written.
@@ -562,6 +600,8 @@ Operation = (
     | EndEarlierRights
     | Expire
     | Expect
+    | Explain
+    | Models
 )
 
 

@@ -38,6 +38,8 @@ NEEDS: Mapping[type, Role] = {
     p.Absent: Role.READ,
     p.Missed: Role.READ,
     p.Expect: Role.READ,
+    p.Explain: Role.READ,
+    p.Models: Role.READ,
     p.Load: Role.READ,
     p.Cancel: Role.READ,
     p.Collect: Role.READ,

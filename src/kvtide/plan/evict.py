@@ -133,6 +133,10 @@ class Evictor:
     def tier(self) -> Slotted:
         return self._tier
 
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
     def victims(self, kind: int, count: int = 1, *, in_place: bool = False) -> Eviction:
         """Choose what to evict so that slots of ``kind`` become free, at once or when a segment is split into slots
         again.

@@ -50,6 +50,10 @@ class Plan(msgspec.Struct, frozen=True):
     """Further blocks that are present, but faster to compute."""
     trial: float | None = None
     """If the load is a trial of a tier's speed: the most seconds that it may take. Otherwise None."""
+    slower_load: float = 0.0
+    """The estimates for the ``slower`` blocks: seconds to load them, in addition to ``load_seconds``,"""
+    slower_compute: float = 0.0
+    """and seconds to compute them."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,11 @@ class Planner:
         tiers = np.zeros(plan.blocks, np.int64)
         for start, rows in needed:
             part = tiers[start : start + len(rows)]
-            np.maximum(part, self._tier(rows), out=part)
+            np.maximum(part, self.tiers_of(rows), out=part)
         for i, n in enumerate(np.bincount(tiers[have:]).tolist()):
             counts[i] += n
 
-    def _tier(self, rows: Rows) -> Rows:
+    def tiers_of(self, rows: Rows) -> Rows:
         """The tier that each row must come from: 0 is DRAM, then the sources in their order."""
         tier = np.zeros(len(rows), np.int64)
         for i, source in reversed([*enumerate(self._sources, 1)]):
@@ -133,11 +137,14 @@ class Planner:
         prefill: PrefillCost | None,
         queued: Sequence[int],
         limit: int,
+        *,
+        trials: bool = True,
     ) -> Plan:
         """Decide how many blocks to take, of the ``usable`` lengths, when the caller has ``have`` blocks already.
 
         ``prefill`` is the caller's cost of computing (None: unknown, so the longest prefix is taken), ``queued`` the
-        bytes waiting to be read before ours, by source. At most ``limit`` bytes fit into DRAM.
+        bytes waiting to be read before ours, by source. At most ``limit`` bytes fit into DRAM. ``trials``: whether the
+        load may be a trial of a tier's speed.
         """
         count = len(usable) - 1
         if have + limit // sum(layout.geometry[g.name].footprint for g in layout.groups) < count:
@@ -149,7 +156,7 @@ class Planner:
         if longest <= have or all(every(self._index.state[DRAM][r[have:longest]] == SEALED) for r in rows.values()):
             rest = None if prefill is None else prefill.seconds(longest * tokens, count * tokens)
             return Plan(longest, 0.0, rest)
-        tiers = {name: self._tier(r) for name, r in rows.items()}
+        tiers = {name: self.tiers_of(r) for name, r in rows.items()}
         cold = [
             _needed_bytes(layout, {name: tier == i for name, tier in tiers.items()}, have)
             for i in range(1, len(self._sources) + 1)
@@ -162,13 +169,14 @@ class Planner:
         lengths = lengths[lengths >= have]
         blocks = _quickest(lengths, load + compute)
         trial = None
-        if blocks < longest:
+        if blocks < longest and trials:
             idle = [
                 s if not waiting and s.speed.due else None for s, waiting in zip(self._sources, queued, strict=True)
             ]
             if any(idle) and (length := self._trial(lengths, blocks, cold, speeds, idle, compute, queued)) > blocks:
                 blocks, trial = length, prefill.seconds(have * tokens, length * tokens)
-        return Plan(blocks, float(load[blocks]), float(compute[blocks]), longest - blocks, trial)
+        more = float(load[longest] - load[blocks]), float(compute[blocks] - compute[longest])
+        return Plan(blocks, float(load[blocks]), float(compute[blocks]), longest - blocks, trial, *more)
 
     def _trial(
         self,

@@ -104,12 +104,12 @@ class Service:
                 turn = self._turns.take()
                 if turn is None:
                     raise ApiError(503, "too many requests wait for the model; ask again later", code="overloaded")
-                work = _Work(self._asker, body, kind)
+                work = _Work(self._asker, body, kind, shape.request_name())
                 await turn.prepare(work.asks)
                 request = work.request
         except ClientDisconnect:
             return Response(status_code=499)  # the client has disconnected
-        answers = shape(self._loaded.name, request.stream_options.include_usage)
+        answers = shape(self._loaded.name, request.stream_options.include_usage, work.name)
         if request.stream:
             return _Stream(turn, answers)
         return await _whole(http, turn, answers)
@@ -208,12 +208,14 @@ class _Work:
 
     request: ChatRequest | CompletionRequest
 
-    def __init__(self, asker: RequestReader, body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
-        self._asker, self._body, self._kind = asker, body, kind
+    def __init__(
+        self, asker: RequestReader, body: bytes, kind: type[ChatRequest] | type[CompletionRequest], name: str
+    ) -> None:
+        self._asker, self._body, self._kind, self.name = asker, body, kind, name
 
     def asks(self) -> list[Ask]:
         self.request = parse(self._body, self._kind)
-        return self._asker.asks(self.request)
+        return self._asker.asks(self.request, self.name)
 
 
 class _Bodies:

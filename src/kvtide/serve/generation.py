@@ -7,7 +7,7 @@ token later, and cannot stop the generation.) A prefill cannot be interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,10 @@ class Ask(NamedTuple):
     turn: Turn | None = None
     returns_in: float | None = None
     """Hints about the next use of the prompt and its output."""
+    request: str = ""
+    """The name of the request, for ``kvtide explain``."""
+    explain: bool = False
+    """Whether the result has an ``explanation``."""
 
 
 class Answered(NamedTuple):
@@ -60,6 +64,8 @@ class Answered(NamedTuple):
     """Tokens of the output, including the one that ended it."""
     cached: int
     """Tokens of the prompt that were not computed."""
+    explanation: Mapping[str, object] | None = None
+    """Why blocks of the prompt were hits or misses; None if nobody asked, or nothing was looked up."""
 
 
 class _Voice(StoppingCriteria):
@@ -108,12 +114,18 @@ class GenerationEngine:
             tenant=ask.tenant,
             turn=ask.turn,
             returns_in=ask.returns_in,
+            request=ask.request,
             **self._choice(ask.sampling),
         )
         voice.end()
         new = output[0, len(ask.tokens) :].tolist()
         ended = voice.stops.met or new[-1] in self._ends
-        return Answered("stop" if ended else "length", len(ask.tokens), len(new), sum(report.cached))
+        finish: Literal["stop", "length"] = "stop" if ended else "length"
+        return Answered(finish, len(ask.tokens), len(new), sum(report.cached), self._explained(ask))
+
+    def _explained(self, ask: Ask) -> Mapping[str, object] | None:
+        found = self._attached.explain_request(ask.request, ask.tenant) if ask.explain else None
+        return None if found is None else found.summary()
 
     def _choice(self, sampling: Sampling) -> dict[str, Any]:
         """The sampling arguments of ``generate``; also seeds the random generator."""

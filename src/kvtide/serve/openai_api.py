@@ -58,6 +58,13 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 """Each token of an output is compared with each stop string. OpenAI accepts four of them."""
 
 
+class TransferParams(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options for kvtide, under the name that vLLM has for them."""
+
+    explain: bool = False
+    """Say in the response why blocks of the prompt were hits or misses."""
+
+
 class ApiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters of both endpoints."""
 
@@ -73,6 +80,7 @@ class ApiRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     turn: Turn | None = None
     returns_in: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     """Hints about the prompt's next use: see ``Session.expect``."""
+    kv_transfer_params: TransferParams = TransferParams()
 
     @property
     def stops(self) -> list[str]:

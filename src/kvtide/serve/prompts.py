@@ -35,8 +35,8 @@ class RequestReader:
         embeddings: Any = loaded.model.get_input_embeddings()
         self._vocabulary = len(embeddings.weight)
 
-    def asks(self, request: ChatRequest | CompletionRequest) -> list[Ask]:
-        """The prompts and settings for the model. Raises ApiError."""
+    def asks(self, request: ChatRequest | CompletionRequest, name: str = "") -> list[Ask]:
+        """The prompts and settings for the model. ``name`` is that of the request. Raises ApiError."""
         if request.model not in ("", self._loaded.name):
             text = f"there is no model {request.model[:100]!r} here; there is {self._loaded.name!r}"
             raise ApiError(404, text, "model", "model_not_found")
@@ -55,8 +55,10 @@ class RequestReader:
                 tenant,
                 request.turn,
                 request.returns_in,
+                f"{name}-{number}" if name else "",
+                request.kv_transfer_params.explain,
             )
-            for tokens in prompts
+            for number, tokens in enumerate(prompts)
         ]
 
     def _chat(self, request: ChatRequest) -> list[int]:

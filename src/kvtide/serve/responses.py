@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -28,17 +28,23 @@ class Answers:
     whole_kind: ClassVar[str]
     piece_kind: ClassVar[str]
 
-    def __init__(self, model: str, usage: bool) -> None:
-        """``usage``: whether a stream reports the token usage at its end."""
-        self._head = {"id": self.prefix + secrets.token_hex(16), "created": int(time.time()), "model": model}
+    def __init__(self, model: str, usage: bool, name: str = "") -> None:
+        """``usage``: whether a stream reports the token usage at its end. ``name``: that of the request."""
+        self._head = {"id": name or self.request_name(), "created": int(time.time()), "model": model}
         self._usage = usage
+
+    @classmethod
+    def request_name(cls) -> str:
+        """A name for a request."""
+        return cls.prefix + secrets.token_hex(16)
 
     def whole(self, texts: Sequence[str], ends: Sequence[Answered]) -> bytes:
         choices = [
             {"index": i, "logprobs": None, "finish_reason": end.finish} | self._complete(text)
             for i, (text, end) in enumerate(zip(texts, ends, strict=True))
         ]
-        return msgspec.json.encode(self._head | {"object": self.whole_kind, "choices": choices, "usage": _usage(ends)})
+        whole = {"object": self.whole_kind, "choices": choices, "usage": _usage(ends)} | _explanation(ends)
+        return msgspec.json.encode(self._head | whole)
 
     def opening(self, number: int) -> bytes:
         """The event before the first piece of an output."""
@@ -48,17 +54,19 @@ class Answers:
         return self._event(number, self._piece(text), None)
 
     def end(self, number: int, end: Answered) -> bytes:
-        return self._event(number, self._piece(None), end.finish)
+        return self._event(number, self._piece(None), end.finish, _explanation([end]))
 
     def closing(self, ends: Sequence[Answered]) -> bytes:
         """The events after the last output."""
         usage = {"object": self.piece_kind, "choices": [], "usage": _usage(ends)}
         return (event(self._head | usage) if self._usage else b"") + DONE
 
-    def _event(self, number: int, content: dict[str, Any], finish: str | None) -> bytes:
+    def _event(
+        self, number: int, content: dict[str, Any], finish: str | None, more: Mapping[str, Any] | None = None
+    ) -> bytes:
         choice = {"index": number, "logprobs": None, "finish_reason": finish} | content
         usage = {"usage": None} if self._usage else {}
-        return event(self._head | {"object": self.piece_kind, "choices": [choice]} | usage)
+        return event(self._head | {"object": self.piece_kind, "choices": [choice]} | usage | dict(more or {}))
 
     def _complete(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -93,6 +101,13 @@ class TextAnswers(Answers):
 
     def _piece(self, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}
+
+
+def _explanation(ends: Sequence[Answered]) -> dict[str, Any]:
+    """Why blocks of the first prompt were hits or misses, if it asked for that: where vLLM says it."""
+    if not ends or ends[0].explanation is None:
+        return {}
+    return {"kv_transfer_params": {"kvtide": {"explanation": ends[0].explanation}}}
 
 
 def _usage(ends: Sequence[Answered]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.errors import RightError
 from kvtide.index import work_slices
+from kvtide.index.absence_log import AbsenceCause
 from kvtide.index.index import DRAM, SEALED, Mask, Rows, every
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Lease, Reservation
@@ -29,6 +30,8 @@ from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.planner import Plan
 from kvtide.plan.prefill import Prefill, PrefillCost, cost_of
 from kvtide.plan.usage_tracker import Turn
+from kvtide.store.explain import Explainer, explained
+from kvtide.store.explanation import Explanation
 from kvtide.store.partition import Partition
 from kvtide.store.recorder import RecordedShape
 from kvtide.tiers.base import Identity
@@ -125,16 +128,31 @@ class Backend(Protocol):
         message."""
 
     def match(
-        self, names: BlockNames, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
+        self,
+        names: BlockNames,
+        have: int,
+        prefill: Prefill | None,
+        again: bool = False,
+        record: bool = True,
+        request: str = "",
     ) -> PrefixLease:
         """Lease the longest prefix that is present and worth loading, when the caller already has ``have`` blocks.
 
-        ``again``: this match belongs to a use of these blocks that was counted before. ``record``: see
+        ``again``: this match belongs to a use of these blocks that was counted before. ``record`` and ``request``: see
         ``Session.match``.
         """
 
     def find(self, names: BlockNames) -> list[bool]:
         """Which blocks are present now, with all required groups."""
+
+    def explain(self, names: BlockNames, prefill: Prefill | None) -> Explanation:
+        """Why each block is a hit or a miss. Changes nothing."""
+
+    def explain_request(self, request: str) -> Explanation | None:
+        """Why each block of a past request was a hit or a miss; None if it is not remembered."""
+
+    def models(self) -> list[bytes]:
+        """Descriptions of the models that sessions of this tenant were opened for."""
 
     def load(self, holding: Any, deadline: float | None) -> Transfer:
         """Load the leased prefix into DRAM within ``deadline`` seconds (None: the configured deadline)."""
@@ -272,6 +290,7 @@ class LocalBackend:
         self._recorder = partition.recorder
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
+        self._explainer = Explainer(partition, layout, self._identities, tenant)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -282,6 +301,7 @@ class LocalBackend:
         prefill: Prefill | None,
         again: bool = False,
         record: bool = True,
+        request: str = "",
         room: int | None = None,
     ) -> LocalPrefixLease:
         """``room``: the most bytes that may be held, if less than all of DRAM."""
@@ -289,11 +309,12 @@ class LocalBackend:
         if self.partition.prefetcher.wants_uses and not again:
             self.partition.prefetcher.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
+        asked = request if record and not again else None
         try:
             now = self.partition.sweep()
             with self._index.lock:
                 try:
-                    found = self._match(names, have, cost, room, now, again)
+                    found = self._match(names, have, cost, room, now, again, asked)
                 except BaseException:
                     self._pipeline.repair()
                     raise
@@ -313,8 +334,16 @@ class LocalBackend:
             self._recorder.request(names.joined, known, self._shape, self._tenant, self._tag, have, prefill)
 
     def _match(
-        self, names: BlockNames, have: int, prefill: PrefillCost | None, room: int, now: float, again: bool
+        self,
+        names: BlockNames,
+        have: int,
+        prefill: PrefillCost | None,
+        room: int,
+        now: float,
+        again: bool,
+        asked: str | None,
     ) -> LocalPrefixLease:
+        """``asked``: the engine's name of the request, if it is to be remembered."""
         layout, index = self.layout, self._index
         if self._pipeline.abandoned:
             self._pipeline.reclaim()
@@ -323,6 +352,8 @@ class LocalBackend:
             rows = self._all_rows(names)
             resident = None if self._checked else self._prompt_cache.note(names.joined, rows, now)
         if resident is not None and (names.blocks - have) * self._footprint <= room:
+            if asked:
+                self._explainer.remember_hits(asked, names.blocks, names.tokens, now, have)
             return self._all_here(names, resident, have, prefill, now, again)
         rows = resident.rows if resident is not None else rows
         whole = {name: index.usable(r, now) for name, r in rows.items()}
@@ -347,6 +378,8 @@ class LocalBackend:
         if not again:
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self.partition.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
+        if asked or (asked is not None and plan.blocks < names.blocks):
+            self._explainer.remember(asked, names.joined, names.tokens, rows, whole, usable, plan, now, ready, have)
         return LocalPrefixLease(self, plan, have, part, lease, ready, pending)
 
     def _all_rows(self, names: BlockNames) -> dict[str, Rows]:
@@ -387,8 +420,9 @@ class LocalBackend:
             nothing = {name: np.zeros(names.blocks, np.bool_) for name in rows}
             return not self._more(names.keys, rows, nothing, np.zeros(0, np.bool_), 0)
 
-    def missed(self, names: BlockNames, tokens: int) -> None:
+    def missed(self, names: BlockNames, tokens: int, request: str = "") -> None:
         """Count and record a prompt of ``tokens`` tokens as a match that found nothing."""
+        self._explainer.remember_miss(request, names.joined, tokens)
         with self._index.lock:
             self.partition.planner.count(Plan(0, 0.0, None), names.blocks, 0, self.layout.block_tokens)
         if self.partition.prefetcher.wants_uses:
@@ -404,6 +438,24 @@ class LocalBackend:
             if not here.all():
                 self._more(names.keys, rows, whole, here[:0], int(np.argmin(here)))
         return list(map(bool, here))
+
+    def explain(self, names: BlockNames, prefill: Prefill | None) -> Explanation:
+        layout, index, partition = self.layout, self._index, self.partition
+        cost = self._prefill if prefill is None else cost_of(prefill)
+        now = partition.clock.time()
+        with index.lock:
+            rows = self._all_rows(names)
+            whole = {name: index.usable(r, now) for name, r in rows.items()}
+            usable = index.lengths(layout, rows, whole)
+            queued = partition.read_bytes_queued
+            plan = partition.planner.plan(layout, rows, usable, 0, cost, queued, self._budget, trials=False)
+            return explained(partition, layout, self._identities, names.joined, rows, whole, usable, plan, now)
+
+    def explain_request(self, request: str) -> Explanation | None:
+        return self._explainer.past(request)
+
+    def models(self) -> list[bytes]:
+        return self.partition.context.known_models.of(self._tenant, self._tag)
 
     def load(self, holding: LocalPrefixLease, deadline: float | None) -> Transfer:
         transfer, slices = self.begin_load(holding, deadline)
@@ -556,6 +608,10 @@ class LocalBackend:
 
         reservation.on_end.append(ended)
         return reservation
+
+    def note_dropped(self, keys: Sequence[BlockKey], group: Group, cause: AbsenceCause) -> None:
+        """Record that blocks of a group were to be stored and were not."""
+        self._pipeline.note_dropped(keys, self._identities[group.name], cause)
 
     def _stored(self, groups: Sequence[Group], names: BlockNames, stop: int, priority: int, expiry: float) -> None:
         try:

@@ -76,6 +76,9 @@ def forget(partitions: Sequence[Partition], tenant: bytes, who: str) -> Forgotte
                 mine = {bytes.fromhex(e.id) for e in file.read().keys if e.tenant == tenant.hex()}
             if key_ring is not None:
                 key_ring.revoke(tenant)
+            context = partitions[0].context
+            context.known_models.forget(tenant)
+            context.recent_requests.forget(tenant)
             found, held, errors = 0, 0, []
             traces = False
             # In all partitions: a share may have been reserved when the tenant already had blocks elsewhere.

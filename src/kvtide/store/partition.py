@@ -30,6 +30,7 @@ from kvtide.config import Config, Storage
 from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
 from kvtide.index import work_slices
+from kvtide.index.absence_log import AbsenceLog
 from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.orphans import Orphans
 from kvtide.index.tenant_usage import TenantUsage
@@ -45,6 +46,8 @@ from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.plan.write_budget import WriteBudget
 from kvtide.security.key_ring import KeyRing
 from kvtide.store.housekeeping import Housekeeper
+from kvtide.store.known_models import KnownModels
+from kvtide.store.recent_requests import RecentRequests
 from kvtide.store.recorder import Recorder
 from kvtide.store.restore import adopt, charge
 from kvtide.store.statistics import ScratchStatistics, Statistics, TenantStatistics
@@ -91,6 +94,8 @@ class StoreContext:
     """None: the system's."""
     mapped: bool
     """Whether other processes will map the memory."""
+    known_models: KnownModels
+    recent_requests: RecentRequests
 
 
 class Partition:
@@ -112,6 +117,9 @@ class Partition:
         self._quotas = quotas = quotas or TenantQuotas()
         shared_storages = list(storages(config, context.disk))
         self.index = Index(1 + bool(config.nvme.path) + len(shared_storages))
+        self.index.absence_log = AbsenceLog(self.index, config.explain.memory, self.clock)
+        self.began_empty = True
+        """Whether no tier of its own had been used before this opened it: then its records cover its whole life."""
         self.colds: list[ColdTier] = []
         """Its tiers below DRAM."""
         self._budget_threads: dict[str, BudgetThread] = {}
@@ -204,13 +212,14 @@ class Partition:
             direct=settings.direct,
             durable=settings.durable,
             compression=settings.codec,
-            evict=lambda size, count: self.pipeline.make_room(NVME, size, count),
+            evict=lambda size, count, owner: self.pipeline.make_room(NVME, size, count, owner),
             disk=self.context.disk,
             clock=self.clock,
             encryption=Encryption(self.context.key_ring, seals=security.encrypt, accept_open=security.accept_open),
             scratch=self._pool(),
         )
         self._running.callback(again_if_interrupted, tier.close)
+        self.began_empty = tier.new
         ranking = policy.make(settings.policy, self.index, NVME, lambda: room(tier))
         self._uses.serve(ranking)
         admission = admit.make(settings.store, self.index, lambda: room(tier))
@@ -548,6 +557,7 @@ class Partition:
                 sum(pool.most for pool in self._scratch),
                 sum(pool.limit for pool in self._scratch),
             ),
+            absences=self.index.absence_log.statistics(),
         )
 
     def _limited_tenants(self) -> dict[str, TenantStatistics]:

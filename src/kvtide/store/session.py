@@ -13,7 +13,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, Self, TypeVar, overload
 
@@ -29,6 +30,8 @@ from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.plan.usage_tracker import TURNS, Turn
 from kvtide.store.backend import Backend
+from kvtide.store.explanation import Explanation
+from kvtide.store.known_models import differences, read
 from kvtide.store.match import Load, Loaded, Match, Persist, Stored
 from kvtide.tiers.dram.copy import Copier, bytes_of, same_shape
 from kvtide.transfer.transfer import Transfer
@@ -48,6 +51,10 @@ either."""
 _MOST = 1 << 48
 """The most tokens that an engine may claim to have: more than any prompt."""
 _DAY = 86400.0
+_NAME = 256
+"""The most characters of a request's name."""
+_OTHER_MODELS = 16
+"""The most other models of a tenant for which a prompt is looked up when it is explained."""
 _PAUSE, _LONGEST = 0.001, 0.05
 """Seconds between two matches while waiting for more: the first pause, and the longest."""
 
@@ -91,6 +98,15 @@ def _tokens(have: int) -> int:
     if have < 0:
         raise LayoutError(f"have is {have}, not a number of tokens")
     return min(have, _MOST)
+
+
+def _prefill(prefill: Prefill | None) -> Prefill | None:
+    """Check an engine's speed or cost of prefill: see ``Session.match``."""
+    if prefill is not None and not isinstance(prefill, PrefillCost):
+        prefill = arguments.real(prefill, "prefill")
+        if prefill < 0:
+            raise LayoutError(f"prefill is {prefill}, not a speed in tokens per second; give 0 or more, or None")
+    return prefill
 
 
 def _priority(priority: int) -> int:
@@ -189,7 +205,7 @@ class Session:
         self._backend = backend
         self.model = model
         self.layout = model.layout
-        self._namer = model.namer(tenant)
+        self._namer, self._tenant = model.namer(tenant), tenant
         self._rights: dict[int, Match | Reservation | weakref.ref[Match] | weakref.ref[Reservation]] = {}
         """Open matches and reservations, by ``id``. References are strong where views were given out, because these may
         be in use although the caller dropped the object. An object dropped without views (by a caller that was
@@ -239,6 +255,7 @@ class Session:
         wait: float = 0.0,
         again: bool = False,
         record: bool = True,
+        request: str = "",
     ) -> Match:
         """The longest prefix of ``tokens`` that the store has and that is worth loading; held until released.
 
@@ -249,19 +266,20 @@ class Session:
         counted again, neither in the statistics nor for eviction.
 
         A recording of requests (``record.path``) has one entry for each match, except those with ``again``. If a
-        request is matched several times because more was pending, only the first match should ``record``.
+        request is matched several times because more was pending, only the first match should ``record``. ``request``
+        is the engine's name of the request, for ``explain_request``.
         """
         chain = self._chain(tokens, extras)
         if type(have) is not int or not 0 <= have <= _MOST:
             have = _tokens(have)
-        if prefill is not None and not isinstance(prefill, PrefillCost):
-            prefill = arguments.real(prefill, "prefill")
-            if prefill < 0:
-                raise LayoutError(f"prefill is {prefill}, not a speed in tokens per second; give 0 or more, or None")
+        if prefill is not None:
+            prefill = _prefill(prefill)
         end, pause = 0.0, _PAUSE
         if wait:
             end = time.monotonic() + (arguments.seconds(wait, "wait") or 0.0)
-        while (match := self._match(chain, have, prefill, again, record)).pending:
+        if request != "":
+            request = arguments.text(request, "request")[:_NAME]
+        while (match := self._match(chain, have, prefill, again, record, request)).pending:
             if (left := end - time.monotonic()) <= 0:
                 break
             record = False
@@ -271,8 +289,11 @@ class Session:
         return match
 
     @_inside
-    def _match(self, chain: Chain, have: int, prefill: Prefill | None, again: bool, record: bool) -> Match:
-        match = Match(self, chain, self._backend.match(chain, have // self.layout.block_tokens, prefill, again, record))
+    def _match(
+        self, chain: Chain, have: int, prefill: Prefill | None, again: bool, record: bool, request: str
+    ) -> Match:
+        blocks = have // self.layout.block_tokens
+        match = Match(self, chain, self._backend.match(chain, blocks, prefill, again, record, request))
         self._rights[id(match)] = weakref.ref(match)
         return match
 
@@ -283,6 +304,38 @@ class Session:
         Blocks that others wrote to shared storage are searched for in the background: call again to see them.
         """
         return self._backend.find(self._chain(tokens, extras))
+
+    @_inside
+    def explain(
+        self, tokens: Tokens | Chain, extras: Sequence[Extra] = (), *, prefill: Prefill | None = None
+    ) -> Explanation:
+        """Why each block of a prompt would be a hit or a miss of a match now; ``prefill`` is as for ``match``.
+
+        Changes nothing: nothing is counted, used, held or searched for. ``str`` of the result says it in words. What
+        happened to a block is known as far as it was recorded since the store was opened (``explain.memory``). Of other
+        models, only those of this tenant are considered, and only while the store remembers that they were used.
+        """
+        chain = self._chain(tokens, extras)
+        found = replace(self._backend.explain(chain, _prefill(prefill)), tokens=chain.tokens)
+        return found.with_others(self._elsewhere(chain)) if found.unexplained else found
+
+    def _elsewhere(self, chain: Chain) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """For each other model of this tenant: how many of a prompt's first tokens are stored for it, and in what it
+        differs."""
+        models = (read(description) for description in self._backend.models())
+        others = [
+            m for m in models if m is not None and m.namespace(self._tenant) != self.model.namespace(self._tenant)
+        ]
+        for model in others[:_OTHER_MODELS]:
+            with self._session_host.session(model, self._tenant) as other:
+                found = other.backend.explain(other.chain(chain.named, chain.extras), None)
+                yield found.stored * model.layout.block_tokens, differences(self.model, model)
+
+    @_inside
+    def explain_request(self, request: str) -> Explanation | None:
+        """Why each block of a past request was a hit or a miss, given the name that its match had; None if it is not
+        remembered. An empty name: the last request. Only requests of this session's model and tenant are found."""
+        return self._backend.explain_request(arguments.text(request, "request")[:_NAME])
 
     def ended(self, right: Match | Reservation) -> None:
         """Called when a match or a reservation has ended."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from kvtide.counts import CountKind, count_names
 from kvtide.events import FeedStatistics
+from kvtide.index.absence_log import AbsenceStatistics
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.planner import PlannerStatistics
+from kvtide.store.recent_requests import RecentStatistics
 from kvtide.store.recorder import RecorderStatistics
 from kvtide.tiers.base import TierStatistics
 from kvtide.tiers.shared.credits import BudgetStatistics
@@ -91,3 +93,7 @@ class Statistics:
     """Without that of reserved shares."""
     recorder: RecorderStatistics | None = None
     """None if requests are not recorded."""
+    absences: AbsenceStatistics = field(default_factory=AbsenceStatistics)
+    """Records of why blocks are absent, for ``explain``. Without those of reserved shares."""
+    recent: RecentStatistics = field(default_factory=RecentStatistics)
+    """Recent requests, and why their blocks were missing."""

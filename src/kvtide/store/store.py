@@ -25,7 +25,9 @@ from kvtide.security.audit import audit_of
 from kvtide.security.key_ring import open_ring
 from kvtide.store.backend import Backend, LocalBackend
 from kvtide.store.forget import Forgotten, forget
+from kvtide.store.known_models import KnownModels, describe
 from kvtide.store.partition import Partition, StoreContext
+from kvtide.store.recent_requests import RecentRequests
 from kvtide.store.recorder import Recorder
 from kvtide.store.reserved_shares import divide
 from kvtide.store.session import SessionHost
@@ -84,8 +86,19 @@ class Store(SessionHost):
                 undo.callback(self.key_ring.close)
                 self.key_ring.start()
             undo.callback(_each, partitions, Partition.close)
+            self.known_models = KnownModels()
+            self.recent_requests = RecentRequests(config.explain.memory // 2, self.clock)
+            undo.callback(self.recent_requests.close)
             context = StoreContext(
-                self.clock, self.feed, itertools.count(), self.recorder, self.key_ring, disk, mapped=mapped
+                self.clock,
+                self.feed,
+                itertools.count(),
+                self.recorder,
+                self.key_ring,
+                disk,
+                mapped,
+                self.known_models,
+                self.recent_requests,
             )
 
             self.main = Partition(self.config, context, shares.quotas, already_mapped)
@@ -151,7 +164,9 @@ class Store(SessionHost):
         return DropNotice(dropped, forgotten, missed, lambda: self.main.pipeline.catch_up(name))
 
     def _backend(self, model: Model, tenant: Tenant) -> Backend:
-        return LocalBackend(self.partition_of(tenant.tag), model.layout, model.namespace(tenant), tenant.tag)
+        namespace = model.namespace(tenant)
+        self.known_models.note(tenant.tag, b"", namespace, describe(model))
+        return LocalBackend(self.partition_of(tenant.tag), model.layout, namespace, tenant.tag)
 
     def partition_of(self, tenant: bytes) -> Partition:
         """The partition that has the tenant's blocks."""
@@ -232,6 +247,7 @@ class Store(SessionHost):
             sessions=len(self._sessions),
             tenants=tenants,
             recorder=self.recorder.statistics() if self.recorder is not None else None,
+            recent=self.recent_requests.statistics(),
         )
 
     def __repr__(self) -> str:
@@ -244,6 +260,7 @@ class Store(SessionHost):
         stack = contextlib.ExitStack()
         if self.recorder is not None:
             stack.callback(again_if_interrupted, self.recorder.close)
+        stack.callback(again_if_interrupted, self.recent_requests.close)
         stack.callback(again_if_interrupted, self.copier.close)
         partitions = self.partitions
         stack.callback(_each, partitions, Partition.free)

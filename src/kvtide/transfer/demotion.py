@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.block import BlockKey
 from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event
+from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Mask, Rows
 from kvtide.interrupts import again_if_interrupted
 from kvtide.plan.policy import Policy
@@ -158,7 +160,7 @@ class Demotion:
             nbytes = header_bytes(identity.geometry.sections, tokens) + identity.geometry.footprint
             allowed, own = (0, []) if tenant in full else quota.allow(tenant, 1, nbytes)
             if own:
-                self.evict(cold, own, self._unsaid)
+                self.evict(cold, own, self._unsaid, AbsenceCause.QUOTA, tenant)
             if not allowed:
                 full.add(tenant)
                 good[i] = False
@@ -169,9 +171,17 @@ class Demotion:
                 quota.account.enter(rows[i : i + 1], nbytes)
         return rows[:stop][good[:stop]], rows[stop:]
 
-    def evict(self, cold: ColdTier, rows: list[int], events: list[Event]) -> bool:
-        """Evict rows from a colder tier; returns whether there were any. Call with the lock held."""
+    def evict(self, cold: ColdTier, rows: list[int], events: list[Event], cause: AbsenceCause, tenant: int = 0) -> bool:
+        """Evict rows from a colder tier; returns whether there were any. Call with the lock held.
+
+        ``tenant``: the number of the tenant that needs the space; 0: unknown.
+        """
         keys = self._index.keys(rows_of(rows))
+        if rows and self._index.absence_log.on:
+            gone = rows_of(rows)
+            self._index.absence_log.note(
+                gone[self._nowhere_but(cold.number, gone)], Absence.EVICTED, cold.number, cause, tenant
+            )
         if rows and self._feed.followed:
             events.append(BlockRemoved(cold.name, keys, "evicted", self._index.identities(rows_of(rows))))
         for row, key in zip(rows, keys, strict=True):
@@ -249,6 +259,7 @@ class Demotion:
             bad = [(key, place if here else NOWHERE) for (key, place), here in zip(bad, there.tolist(), strict=True)]
             if len(rows := rows[there]):
                 events.append(BlockRemoved(cold.name, index.keys(rows), "expired", index.identities(rows)))
+                index.absence_log.note(rows, Absence.EXPIRED, cold.number)
                 index.remove_many(rows, cold.number)
                 index.retire_many(rows)
         self._feed.publish(events)
@@ -425,6 +436,23 @@ class Demotion:
         for row in rows:
             if (reasons := self._residents.unwritten.get(row)) and not self.saved(rows_of([row]))[0]:
                 self.lost[next(iter(reasons.values()))] += 1
+
+    def _nowhere_but(self, tier: int, rows: Rows) -> Mask:
+        """Mask of rows that no other tier has, completely or on its way."""
+        alone = np.ones(len(rows), np.bool_)
+        for number, state in enumerate(self._index.state):
+            if number != tier:
+                alone &= state[rows] == ABSENT
+        return alone
+
+    def why_unwritten(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """For rows that no colder tier has: ``Unwritten.code`` of the reason. Call with the lock held."""
+        codes = np.full(len(rows), Unwritten.NOT_ADMITTED.code, np.uint8)
+        if unwritten := self._residents.unwritten:
+            for i, row in enumerate(rows.tolist()):
+                if (reasons := unwritten.get(row)) is not None:
+                    codes[i] = next(iter(reasons.values())).code
+        return codes
 
     def saved(self, rows: Rows) -> Mask:
         """Mask of rows that are also complete in a colder tier."""

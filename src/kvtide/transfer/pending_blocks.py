@@ -25,6 +25,7 @@ from kvtide.block import BlockKey, Kind, Layout
 from kvtide.clock import Clock
 from kvtide.counts import TierCount
 from kvtide.events import BlockRemoved, BlockStored, Feed
+from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.work_slices import slices
 from kvtide.tiers.base import Identity
@@ -218,6 +219,9 @@ class PendingBlocks:
         events = [BlockRemoved(cold.name, index.keys(rows), reason, index.identities(rows))] if len(rows) else []
         if len(rows):
             index.remove_many(rows, cold.number)
+            if reason == "evicted":
+                gone = np.logical_and.reduce([state[rows] == ABSENT for state in index.state])
+                index.absence_log.note(rows[gone], Absence.EVICTED, cold.number, AbsenceCause.BUDGET)
             index.retire_many(rows)
         return events
 

@@ -37,6 +37,7 @@ from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event, Feed
 from kvtide.index import work_slices
+from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.lease import Lease, Reservation, Watch
 from kvtide.index.tenant_usage import TenantUsage
@@ -448,11 +449,22 @@ class Pipeline:
                 grown = self._space.grow(write_request.identity, wait=wait)
                 if grown is None:
                     granted.later += len(write_request.keys) - done
+                    self._note_dropped(write_request, range(done, len(write_request.keys)), AbsenceCause.NO_MEMORY_YET)
                     return False
                 if not grown:
                     self.counts[Count.STORE_NO_ROOM] += len(write_request.keys) - done
+                    self._note_dropped(write_request, range(done, len(write_request.keys)), AbsenceCause.NO_ROOM)
                     return False
         return True
+
+    def _note_dropped(self, write_request: WriteRequest, blocks: Sequence[int], cause: AbsenceCause) -> None:
+        """Record that these of the requested blocks were not stored."""
+        self.note_dropped([write_request.keys[i] for i in blocks], write_request.identity, cause)
+
+    def note_dropped(self, keys: Sequence[BlockKey], identity: Identity, cause: AbsenceCause) -> None:
+        """Record that blocks of one identity were to be stored and were not."""
+        with self._index.lock:
+            self._index.absence_log.note_blocks(marks(keys), identity.fingerprint, Absence.STORE_DROPPED, DRAM, cause)
 
     def _grant(self, write_request: WriteRequest, start: int, granted: _Granted, events: list[Event]) -> int:
         """Give slots to blocks from ``start`` on. Returns the index at which it stopped because a slot was missing that
@@ -473,7 +485,7 @@ class Pipeline:
             new[[i - start for i in second]] = True
         wanted = (np.flatnonzero(new) + start).tolist()
         allowed = self._space.allow(write_request.identity, len(wanted), events)
-        over, wanted = len(wanted) - allowed, wanted[:allowed]
+        over, wanted = wanted[allowed:], wanted[:allowed]
         places = self._space.take(write_request.identity, len(wanted), events)
         keys = [write_request.keys[i] for i in wanted[: len(places)]]
         rows = []
@@ -504,7 +516,11 @@ class Pipeline:
         granted.spans += self._dram.spans(places, size)
         if len(places) < len(wanted):
             return wanted[len(places)]
-        self._space.refuse(write_request.identity, over)
+        if over:
+            self._space.refuse(write_request.identity, len(over))
+            forgetting = write_request.identity.tenant in self._residents.forgotten
+            cause = AbsenceCause.FORGETTING if forgetting else AbsenceCause.QUOTA
+            self._note_dropped(write_request, over, cause)
         return len(write_request.keys)
 
     def _finish(self, reservation: Reservation, sealed: bool) -> None:
@@ -537,7 +553,10 @@ class Pipeline:
         kept = rows[good]
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
-        self._residents.give_up(rows[~good])
+        if len(kept) < len(rows):
+            if generations is None:
+                index.absence_log.note(rows, Absence.STORE_DROPPED, DRAM, AbsenceCause.GIVEN_UP)
+            self._residents.give_up(rows[~good])
         self._promotion.notify_later(rows.tolist() + overtaken, good.tolist() + [False] * len(overtaken))
         for cold in self._colds:
             self._demotion.write(cold, kept[cold.admission.on_store(kept)])
@@ -586,7 +605,7 @@ class Pipeline:
                 if (quota := cold.quota) is not None:
                     for tenant in quota.account.quotas:
                         while rows := quota.victims(tenant, 0):
-                            self._demotion.evict(cold, rows, events)
+                            self._demotion.evict(cold, rows, events, AbsenceCause.QUOTA, tenant)
         self._feed.publish(events)
 
     def catch_up(self, name: str) -> None:
@@ -612,21 +631,23 @@ class Pipeline:
             rows = self._index.rows(keys)
             rows = rows[self._index.state[DRAM][rows] == PENDING]
             self._promotion.notify_later(rows.tolist(), [False] * len(rows))
+            number = next(c.number for c in self._colds if c.name == cold)
+            self._index.absence_log.note(rows, Absence.LOAD_FAILED, number, AbsenceCause.LATE)
             self._detach_many(rows, "unreadable", events)
             self.counts[TierCount.BLOCKS_LATE.of(cold)] += len(rows)
         self._feed.publish(events)
         self.call_ready()
 
-    def make_room(self, number: int, size: int, count: int = 1) -> bool:
+    def make_room(self, number: int, size: int, count: int = 1, row: int = 0) -> bool:
         """Evict from a tier so that up to ``count`` slots of ``size`` become free. Returns False if nothing can be
-        evicted."""
+        evicted. ``row``: one that needs such a slot; 0: unknown."""
         events: list[Event] = []
         with self._index.lock:
             if number == DRAM:
                 made = self._space.make(size, count, events)
             else:
                 cold = next(c for c in self._colds if c.number == number)
-                made = self._space.make_cold(cold, size, count, events)
+                made = self._space.make_cold(cold, size, count, events, int(self._index.tenant[row]) if row else 0)
         self._feed.publish(events)
         return made
 
@@ -669,6 +690,9 @@ class Pipeline:
                     for cold, items in zip(colds, erase, strict=True):
                         # Row 0 has no place, but a tier may have traces of blocks that the index no longer knows.
                         items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
+                    # The store itself drops blocks because others dropped them, or to forget their tenant.
+                    forgotten = who is None and self._residents.forgotten
+                    index.absence_log.note(found, Absence.FORGOTTEN if forgotten else Absence.DROPPED)
                     self._detach_many(self._with_hidden(keys, found), "dropped", events)
                     self._eraser.await_dying(keys, barrier)
                 except BaseException:
@@ -705,7 +729,9 @@ class Pipeline:
         for _ in range(_REPAIRS):
             try:
                 rows = self._index.rows(keys)
-                self._detach_many(self._with_hidden(keys, np.unique(rows[rows > 0])), "dropped", [])
+                found = np.unique(rows[rows > 0])
+                self._index.absence_log.note(found, Absence.DROPPED)
+                self._detach_many(self._with_hidden(keys, found), "dropped", [])
             except BaseException:  # noqa: BLE001 - the caller raises the one that began it
                 self.repair()
             else:
@@ -803,6 +829,7 @@ class Pipeline:
         """Remove expired blocks; returns the events to publish. Call with the lock held."""
         events: list[Event] = []
         try:
+            self._index.absence_log.note(rows, Absence.EXPIRED, times=self._index.expiry[rows])
             for cold in self._colds:
                 sealed = rows[self._index.state[cold.number][rows] == SEALED]
                 if len(sealed):

@@ -32,6 +32,7 @@ from kvtide.block import BlockKey
 from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, BlockStored, Event
 from kvtide.histogram import Histogram, HistogramStatistics
+from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Rows, at
 from kvtide.index.lease import Lease
 from kvtide.interrupts import again_if_interrupted
@@ -78,6 +79,10 @@ class _Job(NamedTuple):
 
 
 _NONE: Rows = np.empty(0, np.int64)
+_CAUSES: dict[ReadResult, AbsenceCause] = {
+    Miss.REFUSED: AbsenceCause.OTHERS_BLOCK,
+    Miss.FAILED: AbsenceCause.READ_FAILED,
+}
 
 
 def _part(rows: Rows, states: npt.NDArray[np.uint8], state: int) -> tuple[Rows, Rows]:
@@ -170,6 +175,8 @@ class Promotion:
                 return left
             if not grown:
                 self._counts[Count.LOAD_NO_ROOM] += len(left)
+                with self._index.lock:
+                    self._note_failed(left, identity, DRAM, AbsenceCause.NO_ROOM)
                 transfer.finish(left.tolist(), [False] * len(left))
                 break
         return _NONE
@@ -224,6 +231,9 @@ class Promotion:
             allowed = self._space.allow(identity, len(mine), events)
             if allowed < len(mine):
                 self._space.refuse(identity, len(mine) - allowed, load=True)
+                forgetting = identity.tenant in self._residents.forgotten
+                cause = AbsenceCause.FORGETTING if forgetting else AbsenceCause.QUOTA
+                self._note_failed(mine[allowed:], identity, DRAM, cause)
                 mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
             places = self._space.take(identity, len(mine), events, mine)
             if len(places) < len(mine):
@@ -232,6 +242,7 @@ class Promotion:
                     left = np.concatenate([left, rest])
                 else:
                     self._counts[Count.LOAD_NO_ROOM] += len(rest)
+                    self._note_failed(rest, identity, DRAM, AbsenceCause.NO_ROOM)
                     away = np.concatenate([away, rest])
             if len(mine):
                 self._fly(cold, mine, places, identity, transfer)
@@ -359,6 +370,8 @@ class Promotion:
                 same = index.place[cold.number][row] == reads[i].place
                 if results is None or results[i] or not same or row in doomed:
                     continue
+                cause = _CAUSES.get(results[i], AbsenceCause.DAMAGED)
+                self._note_failed(rows[i : i + 1], reads[i].identity, cold.number, cause)
                 if self._lost(cold, reads[i].key, results[i]):
                     bad.append((reads[i].key, index.remove(row, cold.number)))
                     whose.append(int(index.identity[row]))
@@ -391,6 +404,13 @@ class Promotion:
             tell()
 
         return ready
+
+    def _note_failed(self, rows: Rows, identity: Identity, tier: int, cause: AbsenceCause) -> None:
+        """Record that rows were not loaded for a caller of this identity, who need not own them. Call with the lock
+        held."""
+        self._index.absence_log.note_blocks(
+            self._index.mark[rows], identity.fingerprint, Absence.LOAD_FAILED, tier, cause
+        )
 
     def _lost(self, cold: ColdTier, key: BlockKey, result: ReadResult) -> bool:
         """Whether a block that could not be read from a tier must be dropped there. Call with the lock held."""

@@ -390,6 +390,13 @@ class Residents:
             self._number(identity.tenant)
         return number
 
+    def number_of(self, tenant: bytes) -> int:
+        """A tenant's number in ``Index.tenant``; that of no row if it has no blocks yet; 0 if it cannot be told apart
+        from others."""
+        if (number := self._tenants.get(tenant)) is not None:
+            return number
+        return 0 if len(self._tenants) >= _TENANTS else _TENANTS + 1
+
     def _number(self, tenant: bytes) -> None:
         """Assign a number to a tenant, unless there are too many."""
         if not self._new_tenants_left:

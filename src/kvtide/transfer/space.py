@@ -19,6 +19,7 @@ import numpy as np
 
 from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, Event
+from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.index.index import DRAM, Rows
 from kvtide.plan.evict import Eviction, Evictor
 from kvtide.plan.quota import Quota
@@ -81,7 +82,7 @@ class SpaceMaker:
         size, domain = what.geometry.footprint, what.domain
         places = self._dram.take_many(size, count, owners, domain)
         while (left := count - len(places)) and not self.growable(what):
-            if not self.make(ladder(size) | domain, left, events):
+            if not self.make(ladder(size) | domain, left, events, tenant=self._residents.number_of(what.tenant)):
                 break
             places += self._dram.take_many(size, left, None if owners is None else owners[-left:], domain)
         return places
@@ -110,7 +111,8 @@ class SpaceMaker:
             events: list[Event] = []
             with self._index.lock:
                 try:
-                    made = self.make(ladder(size) | domain, 1, events, in_place=emptied is None)
+                    tenant = self._residents.number_of(what.tenant)
+                    made = self.make(ladder(size) | domain, 1, events, in_place=emptied is None, tenant=tenant)
                 except BaseException:
                     self._interrupted()
                     raise
@@ -133,7 +135,7 @@ class SpaceMaker:
             reach = self._evictor.reach(kind, allowed)
             if reach < allowed:
                 allowed, rows = quota.allow(tenant, reach, size)
-        self._evict(rows, events)
+        self._evict(rows, events, AbsenceCause.QUOTA, tenant)
         if allowed < count and self._keep_leaving:
             self._save(quota.own(tenant))
         return allowed
@@ -149,8 +151,9 @@ class SpaceMaker:
         elif count and self._quota is not None:
             self._quota.refuse(self._tenants[what.tenant], count, self._counts, load=load)
 
-    def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False) -> bool:
+    def make(self, kind: int, count: int, events: list[Event], *, in_place: bool = False, tenant: int = 0) -> bool:
         """Evict from DRAM so that up to ``count`` slots of a kind become free, at once or when ``grow`` is called.
+        ``tenant``: the number of the tenant that needs them; 0: unknown.
 
         If no evictable block would lead to a free slot, nothing is evicted and the result is False.
         """
@@ -160,12 +163,17 @@ class SpaceMaker:
             self._save_coldest(kind)
             if self._index.changes != before:  # a tier that completes immediately has them now
                 eviction = self._evictor.victims(kind, count, in_place=in_place)
-        self._evict(eviction.leave, events)
+        self._evict(eviction.leave, events, self._by_policy(), tenant)
         if eviction.move:
             self._begin(eviction)
         return bool(eviction)
 
-    def _evict(self, rows: list[int], events: list[Event]) -> None:
+    def _by_policy(self) -> AbsenceCause:
+        return AbsenceCause(self._evictor.policy.in_charge)
+
+    def _evict(self, rows: list[int], events: list[Event], cause: AbsenceCause, tenant: int = 0) -> None:
+        if rows and self._index.absence_log.on:
+            self._note_evicted(rows_of(rows), cause, tenant)
         if rows and self._feed.followed:
             gone = rows_of(rows)
             events.append(BlockRemoved("dram", self._index.keys(gone), "evicted", self._index.identities(gone)))
@@ -180,15 +188,24 @@ class SpaceMaker:
                 self._index.retire(row)
         self._counts[TierCount.BLOCKS_EVICTED.of("dram")] += len(rows)
 
-    def make_cold(self, cold: ColdTier, size: int, count: int, events: list[Event]) -> bool:
-        """Evict from a colder tier so that up to ``count`` slots of ``size`` become free."""
+    def _note_evicted(self, rows: Rows, cause: AbsenceCause, tenant: int) -> None:
+        """Record the eviction of those rows that no colder tier has."""
+        log = self._index.absence_log
+        if not self._colds:
+            log.note(rows, Absence.EVICTED, DRAM, cause, tenant)
+        elif len(gone := rows[~self._demotion.saved(rows)]):
+            log.note(gone, Absence.EVICTED, DRAM, cause, tenant, self._demotion.why_unwritten(gone))
+
+    def make_cold(self, cold: ColdTier, size: int, count: int, events: list[Event], tenant: int = 0) -> bool:
+        """Evict from a colder tier so that up to ``count`` slots of ``size`` become free. ``tenant``: see ``make``."""
         assert cold.evictor is not None
+        cause = AbsenceCause(cold.evictor.policy.in_charge)
         eviction = cold.evictor.victims(size, count)
         moving = [row for rows in eviction.move.values() for row in rows]
-        made = self._demotion.evict(cold, eviction.leave, events)
+        made = self._demotion.evict(cold, eviction.leave, events, cause, tenant)
         if moving:
             # They must stay in the tier, but are in DRAM too: they are written again from there.
-            made |= self._demotion.evict(cold, moving, events)
+            made |= self._demotion.evict(cold, moving, events, cause, tenant)
             self._demotion.write(cold, rows_of(moving))
         return made
 
@@ -288,7 +305,7 @@ class SpaceMaker:
             else:
                 self._dram.release(new)
         self._residents.unhold(move.rows)
-        self._evict(self._evictor.rest(move.drained), events)
+        self._evict(self._evictor.rest(move.drained), events, self._by_policy())
         return self._dram.settle(move.drained)
 
     def _save(self, rows: Rows) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Flushed", "Persisted", "Unwritten", "by_value"]
+__all__ = ["BY_CODE", "Flushed", "Persisted", "Unwritten", "by_value"]
 
 
 class Unwritten(Enum):
@@ -48,6 +48,11 @@ class Unwritten(Enum):
     """The node has another version, and reports nothing, or a reason that this version does not know."""
 
     @property
+    def code(self) -> int:
+        """A number below 32 for it, in records of this process; never 0."""
+        return _CODES[self]
+
+    @property
     def intended(self) -> bool:
         """Whether the block is unwritten because the configuration says so, and not because of a failure."""
         return self in (Unwritten.NO_TIER, Unwritten.NOT_ADMITTED)
@@ -64,6 +69,11 @@ class Unwritten(Enum):
 def by_value(reasons: Mapping[Unwritten, int]) -> dict[str, int]:
     """The counts with the reasons' protocol values."""
     return {reason.value: count for reason, count in reasons.items()}
+
+
+_CODES = {reason: number for number, reason in enumerate(Unwritten, 1)}
+BY_CODE = {number: reason for reason, number in _CODES.items()}
+"""Reasons by ``Unwritten.code``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -707,3 +707,18 @@ def test_after_other_weights_nothing_of_before_answers(engines: Engines) -> None
     toy.scheduler.forget()
     assert serve(toy, "after", prompt(1)).cached == 0
     assert serve(toy, "again", prompt(1)).cached == 256
+
+
+def test_a_request_that_asks_is_told_why_its_blocks_were_hits_or_misses(engines: Engines) -> None:
+    toy, ask = engines(), RequestOptions(explain=True)
+    assert serve(toy, "silent", prompt(1)).explanation is None
+    told = serve(toy, "both-1", prompt(1) + prompt(2), ask).explanation
+    assert told is not None
+    assert (told["request"], told["hits"], told["tokens"]) == ("both-1", {"dram": 4}, 600)
+    # the last block of a prompt need not be whole
+    (missed,) = list(told["misses"].values())  # type: ignore[attr-defined]
+    assert missed == 600 // BLOCK - 4
+    at_once = [Request(f"new {i}", prompt(i, 200), options=ask) for i in (7, 8)]
+    toy.run(*at_once)  # these are searched for together
+    assert [list((r.explanation or {})["hits"]) for r in at_once] == [[], []]  # type: ignore[call-overload]
+    assert read_options({"explain": True}).explain

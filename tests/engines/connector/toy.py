@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -53,6 +53,7 @@ class Request:
     own: int = 0
     """Tokens that the engine had itself when it was last admitted."""
     source: TokenSource = field(default_factory=TokenSource)
+    explanation: Mapping[str, object] | None = None
 
 
 class Toy:
@@ -269,6 +270,7 @@ class Toy:
         self._check(request)
         self._running.remove(request)
         request.source = self.scheduler.source(request.id)
+        request.explanation = self.scheduler.explanation(request.id)
         self._end(request)
 
     def _end(self, request: Request) -> None:

@@ -117,6 +117,18 @@ def test_cold_and_from_dram(plain: Engine, first: Engine) -> None:
     assert grown["vllm:external_prefix_cache_hits_total"] == 512
 
 
+def test_an_answer_says_why_its_blocks_were_hits_or_misses(first: Engine, client: Client) -> None:
+    tokens = prompt(77, 600)
+    stored(first, client, tokens)
+    asks: dict[str, Any] = {"kv_transfer_params": {"max_load_ms": 30_000, "explain": True}}
+    found = ask(first, [*tokens, *prompt(78, 300)], **asks)
+    told = found.body["kv_transfer_params"]["kvtide"]["explanation"]
+    assert told["hits"] == {"dram": 2}
+    assert sum(told["misses"].values()) == 1
+    name = found.body["id"]
+    assert told["request"].startswith(f"{name}-"), "vLLM continues the name that its client knows"
+
+
 def _counted(running: Engine, name: str, before: dict[str, float]) -> dict[str, float]:
     """All figures, when that one has grown."""
     found = running.metrics()

@@ -42,6 +42,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the request's turn ends, if the caller knows: see ``Session.expect``."""
     returns_in: float | None = None
     """Seconds after the request's end until its prompt is expected to be used again."""
+    explain: bool = False
+    """Say in the answer why blocks of the prompt were hits or misses."""
 
 
 NOTHING = RequestOptions(no_store=True, no_load=True)

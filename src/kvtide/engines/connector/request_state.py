@@ -86,6 +86,15 @@ class RequestState:
     failed: bool = False
     """Whether a load failed: it is not tried again."""
     over: bool = False
+    explanation: Mapping[str, object] | None = None
+    """Why its blocks were hits or misses, if it asked for that and the node has answered."""
+
+    def explain(self) -> None:
+        """Ask the node why its blocks were hits or misses, if the request wants to know. Runs on the node thread, when
+        the request was looked up."""
+        if self.prompt.options.explain and self.tenant_sessions is not None:
+            found = self.tenant_sessions.own.session.explain_request(self.prompt.id)
+            self.explanation = None if found is None else found.summary()
 
     def unnamed(self, stop: int | None = None) -> tuple[int, Sequence[int]]:
         """The number of tokens already hashed, and the tokens after them up to ``stop``."""

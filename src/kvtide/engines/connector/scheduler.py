@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -218,7 +218,7 @@ class Scheduler:
         for r, (own, *_), none in zip(left, names, absent_each(names), strict=True):
             if none and r.chain is not None:
                 backend, digests = own
-                absent[r.prompt.id] = partial(backend.missed, digests, r.chain.tokens)
+                absent[r.prompt.id] = partial(_count_miss, r, backend, digests, r.chain.tokens)
         return absent
 
     def _loadable(self, r: RequestState) -> int:
@@ -251,8 +251,10 @@ class Scheduler:
         r.heard = self._now()
         chain, tenant_sessions = r.named(self._session_pool, *unnamed)
         first, r.matched = not r.matched, True
-        match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, record=first)
+        match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, first, r.prompt.id)
         r.pending = match.pending
+        if first:
+            r.explain()
         if not have < match.tokens <= self._loadable(r):
             match.release()
             return None
@@ -344,6 +346,11 @@ class Scheduler:
     def source(self, request: str) -> TokenSource:
         r = self._requests.get(request)
         return r.source if r is not None else TokenSource()
+
+    def explanation(self, request: str) -> Mapping[str, object] | None:
+        """Why blocks of a request were hits or misses; None if it did not ask, or if that is not known yet."""
+        r = self._requests.get(request)
+        return r.explanation if r is not None else None
 
     # -- storing ------------------------------------------------------------------------------------------
 
@@ -450,6 +457,12 @@ def _held_tokens(match: Match, load: Load) -> int:
     at the end of the load; asking it for fewer maps the blocks' memory, which only workers need."""
     held = match.held_tokens
     return held if held == match.tokens else load.wait().tokens
+
+
+def _count_miss(r: RequestState, backend: RemoteBackend, digests: bytes, tokens: int) -> None:
+    """Let the node count a request of which it has nothing."""
+    backend.missed(digests, tokens, r.prompt.id)
+    r.explain()
 
 
 def _drop(asked: Future[Offer | None]) -> None:

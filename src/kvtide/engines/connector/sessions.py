@@ -76,12 +76,13 @@ class TenantSessions:
         return any(group.kind in (Kind.WINDOW, Kind.STATE) for group in self.own.session.layout.groups)
 
     def longest(
-        self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool
+        self, chain: Chain, extras: Sequence[Extra], have: int, prefill: Prefill | None, record: bool, request: str
     ) -> tuple[Match, WorkerGroup]:
         """The longest match of a prompt beyond ``have`` tokens over all layouts; the caller releases it. ``record``:
-        whether this is the first lookup for the request."""
+        whether this is the first lookup for the ``request``."""
         own = self.own
-        best, worker_group = own.session.match(chain, have=have, prefill=prefill, record=record), own.worker_group
+        best = own.session.match(chain, have=have, prefill=prefill, record=record, request=request)
+        worker_group = own.worker_group
         try:
             for layout_session in self._others_with_more(
                 chain, extras, min(have // chain.block_tokens, best.blocks), best.blocks

@@ -61,6 +61,7 @@ from kvtide.engines.transformers.prompts import Call, PromptRefused, Prompts, ar
 from kvtide.errors import LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, EXACT, Chain, Model, Tenant
 from kvtide.plan.usage_tracker import Turn
+from kvtide.store.explanation import Explanation
 from kvtide.store.match import Loaded
 from kvtide.store.session import Session, SessionHost, hints
 
@@ -178,10 +179,12 @@ class Attached:
         tenant: Tenant = DEFAULT_TENANT,
         turn: Turn | None = None,
         returns_in: float | None = None,
+        request: str = "",
         **kwargs: Any,
     ) -> Answer:
         """``model.generate`` for one tenant, with a report of the reuse. ``turn`` and ``returns_in`` are hints about
-        the next use of the prompt and its output: see ``Session.expect``."""
+        the next use of the prompt and its output: see ``Session.expect``. ``request`` is a name for
+        ``explain_request``."""
         turn, returns_in = hints(turn, returns_in)
         call = arguments(args, kwargs)
         prompts = self._prompts(call)
@@ -190,7 +193,7 @@ class Attached:
         with ExitStack() as use:
             try:
                 with self._guard:
-                    session, chains, found = self._reuse(tenant, prompts, use)
+                    session, chains, found = self._reuse(tenant, prompts, use, request)
             except Exception as error:  # noqa: BLE001 - no such error, like a GPU out of memory, concerns the caller
                 failure = f"{type(error).__name__}: {error}"
             else:
@@ -198,6 +201,12 @@ class Attached:
                 return self._generate_from(found, session, chains, call, prompts, expected)
         # Here the memory of the cache that was to be filled is free again.
         return Answer(self._original(**call), self._passed_on(failure))
+
+    def explain_request(self, request: str, tenant: Tenant = DEFAULT_TENANT) -> Explanation | None:
+        """Why blocks of a prompt were hits or misses, given the ``request`` of its ``generate``: see
+        ``Session.explain_request``."""
+        with self._guard, self._session(self._known, tenant) as session:
+            return session.explain_request(request)
 
     def _generate_from(
         self,
@@ -292,7 +301,9 @@ class Attached:
 
     # -- KV in and out ------------------------------------------------------------------------------------
 
-    def _reuse(self, tenant: Tenant, prompts: Prompts, use: ExitStack) -> tuple[Session, list[Chain], _Found]:
+    def _reuse(
+        self, tenant: Tenant, prompts: Prompts, use: ExitStack, request: str
+    ) -> tuple[Session, list[Chain], _Found]:
         """The session for the model's current identity, the prompts as chains, and the prefix found for them.
 
         Determining the identity takes a while. Usually it has not changed, so loading begins with the last known
@@ -306,7 +317,7 @@ class Attached:
             session = use.enter_context(self._session(expected, tenant))
             self._background.flush(_PATIENCE)  # so that a turn finds the KV of the one before
             chains = [session.chain(row) for row in prompts.rows]
-            found = self._load(session, chains, prompts)
+            found = self._load(session, chains, prompts, request)
             use.enter_context(found if isinstance(found, Overlap) else found.loads)
             now = self.identity(moment)
         if isinstance(found, Overlap):
@@ -315,7 +326,7 @@ class Attached:
             found = _Found(cache, border, (loaded,), ExitStack())
         return session, chains, found
 
-    def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts) -> _Found | Overlap:
+    def _load(self, session: Session, chains: Sequence[Chain], prompts: Prompts, request: str) -> _Found | Overlap:
         """A cache with the first tokens of every row, or an Overlap that is going to load and compute them."""
 
         def border(found: Sequence[kvtide.Match | Loaded]) -> int:
@@ -323,7 +334,8 @@ class Attached:
 
         with ExitStack() as held:
             matches = [
-                held.enter_context(session.match(chain, prefill=self.prefill.cost, wait=_WAIT)) for chain in chains
+                held.enter_context(session.match(chain, prefill=self.prefill.cost, wait=_WAIT, request=request))
+                for chain in chains
             ]
             if prompts.pads == [0] and (both := self._overlap(session, matches[0])) is not None:
                 return both

@@ -287,8 +287,12 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         source, refused = self._scheduler.source(request.request_id), self._refused.pop(request.request_id, None)
         params = None
         if request.kv_transfer_params:
-            tokens = {"dram_tokens": source.dram, "disk_tokens": source.disk}
-            params = {"kvtide": tokens | ({"refused": refused} if refused else {})}
+            told: dict[str, Any] = {"dram_tokens": source.dram, "disk_tokens": source.disk}
+            if refused:
+                told["refused"] = refused
+            if (explanation := self._scheduler.explanation(request.request_id)) is not None:
+                told["explanation"] = explanation
+            params = {"kvtide": told}
         pages = _there(block_ids) if self._has_room() else ()
         return self._scheduler.finished(request.request_id, pages), params
 

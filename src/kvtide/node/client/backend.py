@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvtide.block import BlockKey, Group, Layout, Span
@@ -27,6 +28,8 @@ from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.plan.usage_tracker import Turn
 from kvtide.serial_executor import SerialExecutor
 from kvtide.store.backend import BlockNames, CollectedBlocks, PersistRequest, PrefixLease, persisted
+from kvtide.store.explanation import ExplainedBlocks, Explanation, Why
+from kvtide.store.known_models import describe
 from kvtide.transfer.transfer import Transfer
 from kvtide.transfer.write_results import Persisted, Unwritten
 
@@ -54,6 +57,9 @@ class LinkOwner(Protocol):
     def promised(self, link: NodeLink, operation: p.Operation, completion: T) -> T:
         """Send an operation whose end the node will report to ``completion``."""
 
+    def models(self, tenant: bytes) -> list[bytes]:
+        """See ``Client.models``. Raises NodeUnavailable."""
+
     def settle(self) -> None:
         """A right of a lost link is not used any more."""
 
@@ -65,7 +71,8 @@ class RemotePrefixLease(PrefixLease):
 
     def __init__(self, backend: RemoteBackend, link: NodeLink | None, have: int, found: p.Matched) -> None:
         """``link`` is None for the result of a match without a node."""
-        self.plan = Plan(found.blocks, found.load_seconds, found.compute_seconds, found.slower)
+        slower = found.slower_load, found.slower_compute
+        self.plan = Plan(found.blocks, found.load_seconds, found.compute_seconds, found.slower, None, *slower)
         self.have = have
         self.ready = found.ready
         self.pending = found.pending
@@ -131,7 +138,8 @@ class RemoteBackend:
     def __init__(self, client: LinkOwner, model: Model, tenant: Tenant) -> None:
         self._client = client
         self.layout: Layout = model.layout
-        self._opening = p.Open(p.describe(model.layout), model.layout.block_tokens, model.namespace(tenant), tenant.tag)
+        groups, size = p.describe(model.layout), model.layout.block_tokens
+        self._opening = p.Open(groups, size, model.namespace(tenant), tenant.tag, describe(model))
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._number = 0
@@ -195,13 +203,20 @@ class RemoteBackend:
     # -- reading ------------------------------------------------------------------------------------------
 
     def match(
-        self, names: BlockNames, have: int, prefill: Prefill | None, again: bool = False, record: bool = True
+        self,
+        names: BlockNames,
+        have: int,
+        prefill: Prefill | None,
+        again: bool = False,
+        record: bool = True,
+        request: str = "",
     ) -> RemotePrefixLease:
         try:
             link, session = self._session()
             speed, cost = self._wired(prefill, have, names.blocks)
             had = min(have, names.blocks)
-            found = link.ask_one(p.Match(session, names.joined, had, speed, cost, again, names.tokens, record))
+            asked = p.Match(session, names.joined, had, speed, cost, again, names.tokens, record, request)
+            found = link.ask_one(asked)
             assert isinstance(found, p.Matched)
             link.own(found.holding, found.slots or ())
             return RemotePrefixLease(self, link, have, found)
@@ -235,6 +250,30 @@ class RemoteBackend:
         link, session = self._session()
         return link, p.Find(session, digests)
 
+    def explain(self, names: BlockNames, prefill: Prefill | None) -> Explanation:
+        why = Why.NO_NODE
+        with contextlib.suppress(NodeUnavailable):
+            link, session = self._session()
+            if p.EXPLAIN in link.welcome.features:
+                answer = link.ask_one(p.Explain(session, names.joined, *self._wired(prefill, 0, names.blocks)))
+                return msgspec.convert(answer, Explanation)
+            why = Why.NOT_RECORDED
+        nothing = (ExplainedBlocks(0, names.blocks, why),) if names.blocks else ()
+        return Explanation(names.tokens, self.layout.block_tokens, nothing, self._client.clock.time())
+
+    def explain_request(self, request: str) -> Explanation | None:
+        with contextlib.suppress(NodeUnavailable):
+            link, session = self._session()
+            if p.EXPLAIN in link.welcome.features:
+                answer = link.ask_one(p.Explain(session, b"", request=request, past=True))
+                return None if answer is None else msgspec.convert(answer, Explanation)
+        return None
+
+    def models(self) -> list[bytes]:
+        with contextlib.suppress(NodeUnavailable):
+            return self._client.models(self._opening.tenant)
+        return []
+
     def asking_absent(self, digests: bytes) -> tuple[NodeLink, p.Absent]:
         """The request that finds out whether the prompt with these blocks is absent, and the link to send it over.
         Raises NodeUnavailable, also for a node that does not know this request."""
@@ -243,12 +282,12 @@ class RemoteBackend:
             raise NodeUnavailable
         return link, p.Absent(session, digests)
 
-    def missed(self, digests: bytes, tokens: int) -> None:
+    def missed(self, digests: bytes, tokens: int, request: str = "") -> None:
         """Let the node count and record a prompt that was absent. Does not wait for it."""
         with contextlib.suppress(NodeUnavailable, KvtideError):  # a lost count has no other effect
             link, session = self._session()
             if p.ABSENT in link.welcome.features:
-                link.later(p.Missed(session, digests, tokens))
+                link.later(p.Missed(session, digests, tokens, request))
 
     def _collected(self, blocks: int, slots: list[p.Slots], link: NodeLink, right: int) -> CollectedBlocks:
         found = {g.name: some for g, some in zip(self.layout.groups, slots, strict=True)}

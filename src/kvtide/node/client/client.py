@@ -344,6 +344,15 @@ class Client(SessionHost):
         report = completion.report or p.Ended(0)
         return Forgotten(completion.count, max(0, report.held), report.announced)
 
+    def models(self, tenant: bytes) -> list[bytes]:
+        """Descriptions of the models of the tenant with that tag that the node knows (``store/known_models.py``), the
+        one used last first; none from a node that does not tell. Raises NodeUnavailable."""
+        link = self.link
+        if p.EXPLAIN not in link.welcome.features:
+            return []
+        answer = link.ask_one(p.Models(tenant))
+        return msgspec.convert(answer, dict[str, list[bytes]])["models"]
+
     def statistics(self) -> Statistics:
         """The statistics of the node's store."""
         return self.status().store

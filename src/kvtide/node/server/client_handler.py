@@ -349,6 +349,7 @@ class ClientHandler:
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = ServerSession(backend, self._account, model)
         self._session_identities.update(backend.asker.values())
+        self._store.known_models.note(o.tenant, access.tag, o.namespace, o.model)
         return number
 
     def _close(self, o: p.Close) -> Iterator[p.Answer]:
@@ -380,7 +381,7 @@ class ClientHandler:
         names, number = self._names(session, o.digests), next(self._numbers)
         names.tokens, have = o.tokens, o.have if o.have < names.blocks else names.blocks
         prefill = o.prefill if o.cost is None else PrefillCost(*o.cost)
-        found = session.match(number, names, have, prefill, o.again, o.record)
+        found = session.match(number, names, have, prefill, o.again, o.record, o.request)
         return p.Matched(
             number,
             found.plan.blocks,
@@ -393,6 +394,8 @@ class ClientHandler:
             self._ready_slots(session, found) if found.ready and session.worker_group is None else None,
             found.held,
             found.plan.slower,
+            found.plan.slower_load,
+            found.plan.slower_compute,
         )
 
     def _find(self, o: p.Find) -> p.Found:
@@ -405,7 +408,13 @@ class ClientHandler:
 
     def _missed(self, o: p.Missed) -> None:
         session = self._session(o.session)
-        session.backend.missed(self._names(session, o.digests), o.tokens)
+        session.backend.missed(self._names(session, o.digests), o.tokens, o.request)
+
+    def _explain(self, o: p.Explain) -> Any:
+        session = self._session(o.session)
+        answer = session.explained(o, self._names(session, o.digests))
+        self._spent += len(memoryview(answer)) // work_limits.ANSWER_BYTES
+        return answer
 
     def _names(self, session: ServerSession, digests: bytes, tokens: bytes = b"", first: int = 0) -> WireBlockNames:
         """The blocks that a request names; charges their work. ``first`` is the block whose tokens come first in
@@ -511,6 +520,8 @@ class ClientHandler:
         if o.after is not None:
             del session.reservations[o.after]
         refused = (o.stop - stop) * len(groups)
+        if refused:
+            session.beyond_share(groups, names, stop, o.stop)
         if made.later and o.wait:
             return self._reserve_later(o, session, made, reserve, refused)
         return self._reserved(o, session, made, refused)
@@ -784,4 +795,6 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.EndEarlierRights: ClientHandler._end_earlier_rights,
     p.Expire: ClientHandler._expire,
     p.Expect: ClientHandler._expect,
+    p.Explain: ClientHandler._explain,
+    p.Models: lambda handler, o: {"models": handler._store.known_models.of(o.tenant, handler._access.tag)},
 }

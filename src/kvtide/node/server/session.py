@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import BlockKey
+from kvtide.block import BlockKey, Group
 from kvtide.errors import LayoutError, RightError
+from kvtide.index.absence_log import AbsenceCause
 from kvtide.index.keys import ROOT
 from kvtide.index.lease import Reservation
 from kvtide.index.pins import PinCharge
+from kvtide.node import protocol as p
 from kvtide.node import work_limits
 from kvtide.node.server.workers import ServerWorkerGroup
-from kvtide.plan.prefill import Prefill
+from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.store.backend import LocalBackend, LocalPrefixLease
 from kvtide.store.node_statistics import ModelStatistics
 from kvtide.store.partition import Partition
@@ -254,15 +257,29 @@ class ServerSession:
             raise RightError(f"this session holds {_RIGHTS} rights; release some")
 
     def match(
-        self, number: int, names: WireBlockNames, have: int, prefill: Prefill | None, again: bool, record: bool
+        self,
+        number: int,
+        names: WireBlockNames,
+        have: int,
+        prefill: Prefill | None,
+        again: bool,
+        record: bool,
+        request: str,
     ) -> LocalPrefixLease:
         """Match a prompt and keep the prefix lease under ``number``."""
-        holding = self.backend.match(
-            names, have, prefill, again, record, self._account.room_for(self.backend, names, have)
-        )
+        room = self._account.room_for(self.backend, names, have)
+        holding = self.backend.match(names, have, prefill, again, record, request, room)
         self.holdings[number] = holding
         self._account.hold(holding, self.backend)
         return holding
+
+    def explained(self, o: p.Explain, names: WireBlockNames) -> msgspec.Raw:
+        """The answer to ``Explain``."""
+        if o.prefill is not None and not o.prefill >= 0:
+            raise LayoutError(f"prefill is {o.prefill}; it cannot be less than 0")
+        prefill = o.prefill if o.cost is None else PrefillCost(*o.cost)
+        found = self.backend.explain_request(o.request) if o.past else self.backend.explain(names, prefill)
+        return msgspec.Raw(msgspec.msgpack.encode(found))
 
     def pin(self, names: WireBlockNames, stop: int | None, step: int) -> int:
         return self.backend.pin(names, stop, step)
@@ -275,6 +292,11 @@ class ServerSession:
             self.worker_group.delegate(number, made, writers)
         else:
             self.reservations[number] = made
+
+    def beyond_share(self, groups: Sequence[Group], names: WireBlockNames, start: int, stop: int) -> None:
+        """Record that these blocks were not stored because the client may hold no more memory."""
+        for group in groups:
+            self.backend.note_dropped(names.keys(group.suffix)[start:stop], group, AbsenceCause.CLIENT_SHARE)
 
     def release(self, number: int) -> int:
         """The client does not use a leased prefix any more; its workers may. Returns how many blocks the lease has."""

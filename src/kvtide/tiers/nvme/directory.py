@@ -109,6 +109,8 @@ class Directory:
         self.encryption = encryption
         self.disk = disk
         self._lock: LockFile | None = None
+        self.new = False
+        """Whether ``create`` made it."""
 
     @property
     def journal(self) -> Path:
@@ -138,6 +140,7 @@ class Directory:
                     f"{self.path} is not empty and not kvtide's (it has {foreign[0]!r}): give an empty directory"
                 ) from None
             self._name()
+            self.new = True
 
     def _name(self) -> None:
         fresh = self.path / "kvtide.json.new"

@@ -57,8 +57,8 @@ class Nvme:
     ``threads`` blocks are written to the disk at a time, and twice as many are read or prepared, so that the disk need
     not wait while checksums are computed.
 
-    ``evict`` is called, with a slot size and a number of slots, to make space when the tier is full: it calls
-    ``Nvme.evict`` for at least one block and returns True, or returns False. Without it a full tier refuses writes.
+    ``evict`` is called to make space when the tier is full (see ``volume.MakeRoom``): it calls ``Nvme.evict`` for at
+    least one block and returns True, or returns False. Without it a full tier refuses writes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Nvme:
         packers = [Packer(compression, encryption, scratch) for _ in range(2 * threads)]
         self._disk = disk or Disk()
         clock = clock or SystemClock()
-        directory = Directory(path, self._disk, encryption)
+        self._directory = directory = Directory(path, self._disk, encryption)
         sizes = _SIZES if self._compressed else 1
         self._volume = Volume(directory, budget, segment, threads, direct, clock, sizes)
         self._counters = TierCounters()
@@ -106,6 +106,11 @@ class Nvme:
 
     def __repr__(self) -> str:
         return f"<Nvme of {self._volume!r}>"
+
+    @property
+    def new(self) -> bool:
+        """Whether the directory did not exist before this opened it."""
+        return self._directory.new
 
     # -- the contract of a tier ---------------------------------------------------------------------------
 

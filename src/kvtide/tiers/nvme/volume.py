@@ -58,9 +58,9 @@ log = logging.getLogger("kvtide.nvme")
 
 Location = tuple[int, int, int, int]
 """Of a slot: its file (NOWHERE if it is not in use), its offset there, its size, and its record's sequence number."""
-MakeRoom = Callable[[int, int], bool]
-"""Called with a slot size and a count: evicts so that up to that many slots come free. False if nothing may be evicted.
-"""
+MakeRoom = Callable[[int, int, int], bool]
+"""Called with a slot size, a count and the owner of the first block that needs one: evicts so that up to that many
+slots come free. False if nothing may be evicted."""
 
 _RETRY = 10.0
 """Seconds until a disk that refused is asked again."""
@@ -468,16 +468,16 @@ class Volume:
             left = left[len(places) :]
             if not len(left):
                 return
-            if not (self._grow(size) or self._give_up_old() or self._evict(size, len(left), make_room)):
+            if not (self._grow(size) or self._give_up_old() or self._evict(size, left, make_room)):
                 return
 
-    def _evict(self, size: int, count: int, make_room: MakeRoom | None) -> bool:
+    def _evict(self, size: int, owners: npt.NDArray[np.int64], make_room: MakeRoom | None) -> bool:
         """Evict to make space for slots of ``size``, unless writes to them are likely to fail."""
         if make_room is None:
             return False
         if self._in_vain >= _ATTEMPTS and self._clock.monotonic() < self._write_again:
             return False
-        return make_room(size, min(count, _AT_ONCE))
+        return make_room(size, min(len(owners), _AT_ONCE), int(owners[0]))
 
     def _grow(self, size: int) -> bool:
         """Add a segment for slots of ``size``, or re-divide an empty one; False if neither is possible."""
