@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ class Store(SessionHost):
         self.config = shares.rest
         self.clock = clock or SystemClock()
         self.feed = Feed()
+        self.name = secrets.token_bytes(16)
+        """A random name, by which a node recognises itself among other nodes."""
         self._reserved: dict[bytes, Partition] = {}
         """Reserved shares, by the tenant's tag."""
         self._lost: Counter[Unwritten] = Counter()
@@ -83,7 +86,14 @@ class Store(SessionHost):
                 self.key_ring.start()
             undo.callback(_each, partitions, Partition.close)
             context = StoreContext(
-                self.clock, self.feed, itertools.count(), self.recorder, self.key_ring, disk, mapped=mapped
+                self.clock,
+                self.feed,
+                itertools.count(),
+                self.recorder,
+                self.key_ring,
+                disk,
+                mapped=mapped,
+                name=self.name,
             )
 
             self.main = Partition(self.config, context, shares.quotas, already_mapped)
