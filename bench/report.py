@@ -23,6 +23,7 @@ FORMS = ROOT / "docs" / "compression.md"
 MACHINES = {
     "": "2 cores, aarch64",
     "16-cores-x86": "16 cores, x86_64",
+    "2-cores-x86": "2 cores, x86_64, with other programs",
     "h200": "NVIDIA H200",
     "h200-first-token": "NVIDIA H200, vLLM and overlap",
 }
@@ -58,6 +59,8 @@ PARTS = {
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
     "node": "The store in a process of its own, through its socket; its memory is mapped by both. A step is a message "
     "with all that an engine asks and gives back at a time.",
+    "peers": "Blocks read from another node's memory over loopback, every section verified, and blocks looked up at "
+    "three nodes. The bare stream moves the same bytes between as many processes, in one call for each 8 MiB.",
     "probe": "Can a tenant tell by the time of a match, or to the first token, that another has cached a prompt? "
     "One tenant asks for three kinds of prompts: those that another tenant has cached, those that nobody has cached, "
     "and those that it has cached itself. There are as many of each kind; each prompt is asked for once, in random "
@@ -84,6 +87,8 @@ BESIDE = (
     ("node-step-*", "an asyncio server that echoes", False),
     ("node-*-4-clients", "memcpy by 4 processes", False),
     ("node-*", "memcpy on one core", False),
+    ("peers-*-cpu", "what the target allows", False),
+    ("peers-*", "a bare stream", False),
     ("nvme-*-cpu-*", "raw direct I/O", False),
     ("nvme-*", "raw direct I/O", True),
     ("files-*", "raw direct I/O", True),
@@ -103,6 +108,9 @@ BESIDE = (
 """What a record's ``limit`` is, by the figure's name (the first pattern that fits), and whether no program on that
 machine can be better: a copy on one core is a comparison, not a limit of the hardware."""
 
+_SHARED = (
+    "Both sides and other programs (a load average of 8) shared two cores, and the bare stream computes no checksums."
+)
 REASONS = {
     ("", "files-load-2mib"): "Each block has 64 checksums, which hold the interpreter for almost half of the time of a "
     "raw read; with 16 cores the target is met.",
@@ -113,6 +121,14 @@ REASONS = {
     ("h200", "gpu-out-small"): "Measured when the first copy had 32 blocks; newer code reached more on another "
     "machine, with `--quick`: see the note in its table.",
     ("h200", "gpu-in-small"): "As `gpu-out-small`; there newer code missed the target too.",
+    ("2-cores-x86", "peers-locate-512-everywhere"): _SHARED,
+    ("2-cores-x86", "peers-locate-512"): _SHARED,
+    ("2-cores-x86", "peers-read-2mib-1-client-cpu"): _SHARED,
+    ("2-cores-x86", "peers-read-2mib-1-client"): _SHARED,
+    ("2-cores-x86", "peers-read-2mib-4-clients-cpu"): _SHARED,
+    ("2-cores-x86", "peers-read-2mib-4-clients"): _SHARED,
+    ("2-cores-x86", "peers-read-32mib-4-clients"): _SHARED,
+    ("2-cores-x86", "peers-tls-read-32mib-4-clients"): _SHARED,
 }
 """Why targets are missed, where it is known and the record does not say it: by the machine and the figure's name."""
 
@@ -277,8 +293,8 @@ def _reading() -> list[str]:
         "The peers are LMCache 0.5.6 in process (`mp` is its StorageManager, `legacy` its older backends), LMCache's",
         "server, and vLLM 0.32.0's `fs` tier, each in an environment of its own. `make bench` measures what needs",
         "neither a GPU nor a vLLM, with the peers. A record keeps the command with which it was measured; `scale`,",
-        "`opening`, `pipeline` and `scheduler` are measured by `python -m bench NAME`, and the connector on a GPU by",
-        "`python -m bench.connector`.",
+        "`opening`, `pipeline`, `scheduler` and `peers` are measured by `python -m bench NAME`, and the connector on a",
+        "GPU by `python -m bench.connector`.",
         "",
     ]
 

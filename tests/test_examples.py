@@ -38,6 +38,10 @@ RESULTS = {
         r"turn 5: 200 tokens, 10 blocks reused, 2 new",
         r"2 blocks pinned",
     ],
+    "two_nodes": [
+        r"at the first node:  Stored\(stored=4, present=0, dropped=0, pending=0\)",
+        r"at the second node: 256 of 256 tokens, right in every byte: True",
+    ],
     "workers": [rf"worker {rank} has its heads of \d+ tokens, right in every byte: True" for rank in range(2)],
     "zero_copy": [
         r"while it is written: <Match 0 of 64 tokens.*>",

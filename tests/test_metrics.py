@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtide import Model, Store, config
 from kvtide.histogram import Histogram
 from kvtide.metrics import METRICS, render
-from kvtide.store.node_statistics import ClientStatistics, NodeStatistics
+from kvtide.store.node_statistics import ClientStatistics, NodeStatistics, PeerServing
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import HYBRID, everything, until
 from kvtide.testing.interface import prompt as tokens_of
@@ -45,7 +45,7 @@ def test_every_metric_is_there_as_the_catalogue_says(tmp_path: Path) -> None:
     share = {"budget": "4MiB", "reserved": f"{'0' * 32}:1MiB"}
     record = {"path": str(tmp_path / "trace.jsonl")}
     with open_store(tmp_path / "tier", nvme={"write_limit": "1MiB"}, files=files, dram=share, record=record) as store:
-        seen = Seen(store, NodeStatistics(clients=[client, client]))
+        seen = Seen(store, NodeStatistics(clients=[client, client], peers=PeerServing(closed={"too slow": 1})))
     for metric in METRICS:
         family = seen.families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.help)

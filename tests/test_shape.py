@@ -32,6 +32,7 @@ RANKS = [
     ["transfer"],
     ["store"],
     ["metrics"],
+    ["peers"],
     ["node"],
     ["__init__"],
     ["engines"],

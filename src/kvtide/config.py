@@ -223,6 +223,44 @@ class Valkey(Storage, frozen=True):
     ] = 0.0
 
 
+class Peers(_Section, frozen=True):
+    """Other nodes, whose memory and disks this node reads, and which may read its own."""
+
+    addresses: Annotated[
+        str,
+        _plain(
+            'Addresses of nodes whose blocks this node reads: "10.0.0.7:9411 10.0.0.8:9411"; its own may be among '
+            "them, so that all nodes can have the same list; empty: none."
+        ),
+    ] = ""
+    listen: Annotated[
+        str,
+        _plain(
+            "Address at which other nodes may read this node's blocks, for example 10.0.0.7:9411; empty: they may not."
+        ),
+    ] = ""
+    token_file: Annotated[
+        str,
+        _path(
+            "File with a secret that all the nodes have, by which they authenticate each other; it is never sent; "
+            "empty: they authenticate by certificates."
+        ),
+    ] = ""
+    certificate: Annotated[
+        str, _path("File with the certificate of this node and its key, for mutual TLS among the nodes; empty: no TLS.")
+    ] = ""
+    authority: Annotated[str, _path("File with the CA certificate that verifies the certificates of other nodes.")] = ""
+    names: Annotated[
+        str, _plain('Names in the certificates of nodes that may read, and be read from: "host7 host8.example.com".')
+    ] = ""
+    timeout: Annotated[
+        float, _time("How long a node may take to connect, to answer or to take an answer.", ge=0.01)
+    ] = 2.0
+    connections: Annotated[
+        int, _plain("Connections to each node for blocks; there is one more for lookups.", ge=1, le=32)
+    ] = 2
+
+
 class Plan(_Section, frozen=True):
     """What is loaded or recomputed."""
 
@@ -388,6 +426,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     valkey: Valkey = field(default_factory=Valkey)
     files: Files = field(default_factory=Files)
     objects: Objects = field(default_factory=Objects)
+    peers: Peers = field(default_factory=Peers)
     plan: Plan = field(default_factory=Plan)
     naming: Naming = field(default_factory=Naming)
     security: Security = field(default_factory=Security)
@@ -529,6 +568,8 @@ SECRETS = frozenset(
     {
         "node.certificate",
         "node.tokens",
+        "peers.certificate",
+        "peers.token_file",
         "security.key_file",
         "security.key_source",
         "valkey.identity",

@@ -18,7 +18,7 @@ from kvtide.store.recorder import REASONS, RecorderStatistics
 from kvtide.store.statistics import Statistics, TenantStatistics
 
 if TYPE_CHECKING:
-    from kvtide.store.node_statistics import NodeStatistics
+    from kvtide.store.node_statistics import NodeStatistics, PeerServing
     from kvtide.tiers.shared.credits import BudgetStatistics
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "render"]
@@ -53,6 +53,18 @@ def _store(value: Callable[[Statistics], float | HistogramStatistics]) -> _Sourc
 
 def _node(value: Callable[[NodeStatistics], float]) -> _Source:
     return lambda _, node: [] if node is None else [((), value(node))]
+
+
+def _peers(value: Callable[[PeerServing], float]) -> _Source:
+    """A value of a node that serves other nodes."""
+    return lambda _, node: [] if node is None or node.peers is None else [((), value(node.peers))]
+
+
+def _peer_blocks(_: Statistics, node: NodeStatistics | None) -> _Samples:
+    if node is not None and (peers := node.peers) is not None:
+        yield ("sent",), peers.blocks_sent
+        yield ("missed",), peers.blocks_missed
+        yield ("refused",), peers.blocks_refused
 
 
 def _tier(field: str) -> _Source:
@@ -338,6 +350,30 @@ METRICS = (
         "Unfinished files of dead writers that the budget coordinator removed.",
         _budget(lambda b: b.steward.leftovers_removed),
         _TIER,
+    ),
+    # other nodes, which this node serves
+    Metric(
+        "kvtide_peer_connections",
+        "Connections of other nodes. Only if peers.listen is set, like the next four.",
+        _peers(lambda p: p.connections),
+    ),
+    Metric(
+        "kvtide_peer_blocks_total",
+        "Blocks that other nodes wanted to read: sent, not there (missed), or not sent for lack of memory or time.",
+        _peer_blocks,
+        ("result",),
+    ),
+    Metric("kvtide_peer_sent_bytes_total", "Bytes of blocks sent to other nodes.", _peers(lambda p: p.bytes_sent)),
+    Metric(
+        "kvtide_peer_held_bytes",
+        "Bytes that cannot be evicted because they are being sent to other nodes.",
+        _peers(lambda p: p.bytes_held),
+    ),
+    Metric(
+        "kvtide_peer_closed_connections_total",
+        "Connections that were closed because of what the other end did, by reason.",
+        lambda _, n: [((reason,), count) for reason, count in n.peers.closed.items()] if n and n.peers else [],
+        ("reason",),
     ),
     # tenants with limits of their own
     Metric("kvtide_tenant_blocks", "Blocks of a tenant, by its tag.", _tenant(lambda t: t.blocks), _TENANT),

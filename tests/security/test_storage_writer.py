@@ -28,14 +28,14 @@ from kvtide.testing.caller import CallerAnswer
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.keys import ring_in
 from kvtide.testing.tier import Caller, shaped
-from kvtide.tiers.base import NOWHERE
+from kvtide.tiers.base import NOWHERE, FoundBlock
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.nvme.directory import SegmentHeader
 from kvtide.tiers.nvme.journal import FREED, HOLDS, RECORD, Journal, boot_id, entry
 from kvtide.tiers.nvme.tier import Nvme
 from kvtide.tiers.shared.budget import BudgetCoordinator, CoordinationBlobs
 from kvtide.tiers.shared.files import Files
-from kvtide.tiers.shared.tier import BlobEntry, Shared
+from kvtide.tiers.shared.tier import Shared
 from kvtide.tiers.syscalls import Disk
 
 WHO = shaped(4, 5000)
@@ -342,7 +342,7 @@ def shared(root: Path, encryption: Encryption = OPEN, clock: FakeClock | None = 
 
 def sought(caller: Caller, names: list[BlockKey]) -> list[bool]:
     """Which blocks are found by asking for them, of which each can be read."""
-    answer: CallerAnswer[BlobEntry | None] = CallerAnswer(len(names))
+    answer: CallerAnswer[FoundBlock | None] = CallerAnswer(len(names))
     assert isinstance(caller.tier, Shared)
     caller.tier.find([(key, WHO) for key in names], answer)
     there = {key: one.place for key, one in zip(names, answer.wait(), strict=True) if one is not None}

@@ -114,6 +114,13 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         state = "requests are recorded" if recorder.active else "recording of requests has ended"
         lost = "".join(f", {n:,} left out: {reason}" for reason, n in recorder.dropped.items())
         notes.append(f"{state}: {recorder.requests:,} requests, {size(recorder.bytes_written)}{lost}")
+    if (peers := node.peers) is not None:
+        closed = sum(peers.closed.values())
+        notes.append(
+            f"other nodes: {peers.connections:,} connections, {peers.blocks_sent:,} blocks sent "
+            f"({size(peers.bytes_sent)}), {size(peers.bytes_held)} held for them"
+            + (f"; {closed:,} connections closed as faulty" if closed else "")
+        )
     # Over HTTP, a node does not name its processes to clients without a token or certificate.
     title = f"node {node.pid} at {node.path}, " if node.pid else "node, "
     title += f"{_span(node.seconds)}, {node.requests:,} requests"

@@ -23,6 +23,7 @@ from kvtide.node.admin.http import Http
 from kvtide.node.server.loop import run_in_loop
 from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.server import Node
+from kvtide.peers.server import PeerServer
 from kvtide.store.store import Store
 from kvtide.version import __version__
 
@@ -66,12 +67,14 @@ async def _serve(
         passes = HttpAuth(config.node)
         mapped_memory = MappedMemory(beside(path, "lent"))
         store = Store(config, mapped=True, already_mapped=mapped_memory.elsewhere)
-        node = None
+        node = peers = None
         try:
             node = Node(store, path, mapped_memory)
             http = Http(node, passes)
             if config.node.http:
                 await http.listen(config.node.http)
+            if config.peers.listen:
+                peers = node.peers = PeerServer(store)
         except BaseException:
             if node is not None:
                 node.close()
@@ -87,7 +90,13 @@ async def _serve(
         await stop.wait()
         _notify("STOPPING=1")
         node.close()
-        closing = threading.Thread(target=store.close, name="kvtide-close", daemon=True)
+
+        def close() -> None:
+            if peers is not None:
+                peers.close()
+            store.close()
+
+        closing = threading.Thread(target=close, name="kvtide-close", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, stop_seconds)
         http.close()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtide.index.index import Index, Rows
 from kvtide.plan.history import Curves
 
-__all__ = ["Admission", "Ghost", "OnEviction", "SecondTouch", "Through", "make"]
+__all__ = ["Admission", "Ghost", "Never", "OnEviction", "SecondTouch", "Through", "make"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -57,6 +57,18 @@ class Through(_Simple):
 
     def on_store(self, rows: Rows) -> Mask:
         return np.ones(len(rows), np.bool_)
+
+    def on_touch(self, rows: Rows) -> Mask:
+        return np.zeros(len(rows), np.bool_)
+
+
+class Never(_Simple):
+    """Write nothing: the tier is only read from."""
+
+    keeps_leaving = False
+
+    def on_store(self, rows: Rows) -> Mask:
+        return np.zeros(len(rows), np.bool_)
 
     def on_touch(self, rows: Rows) -> Mask:
         return np.zeros(len(rows), np.bool_)

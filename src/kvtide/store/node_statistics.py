@@ -14,6 +14,7 @@ __all__ = [
     "ClientStatistics",
     "ModelStatistics",
     "NodeStatistics",
+    "PeerServing",
     "Status",
     "least",
     "reported_settings",
@@ -61,6 +62,27 @@ class ClientStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerServing:
+    """What a node has given to other nodes since it started."""
+
+    address: str = ""
+    connections: int = 0
+    requests: int = 0
+    blocks_located: int = 0
+    """Blocks that others looked up and that were there."""
+    blocks_sent: int = 0
+    blocks_missed: int = 0
+    """Blocks that others wanted to read and that were not there."""
+    blocks_refused: int = 0
+    """Blocks that could not be sent at that moment, for lack of memory or time."""
+    bytes_sent: int = 0
+    bytes_held: int = 0
+    """Bytes of the answers that are being prepared or sent."""
+    closed: dict[str, int] = field(default_factory=dict)
+    """Connections that were closed because of what the other end did, by reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatistics:
     pid: int = 0
     path: str = ""
@@ -76,6 +98,8 @@ class NodeStatistics:
     settings: dict[str, Value] = field(default_factory=dict)
     """The settings in force that decide what is kept, by dotted name; of shared storage only whether there is any. For
     administrators, and over HTTP for authenticated callers."""
+    peers: PeerServing | None = None
+    """None if other nodes are not served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +132,8 @@ def least(status: Status) -> Status:
         replace(c, pid=0, seconds=0.0, requests=0, failures=0, bytes_unsent=0, models=[]) for c in status.node.clients
     ]
     budgets = {n: replace(b, steward=replace(b.steward, who="")) for n, b in status.store.budgets.items()}
+    peers = replace(status.node.peers, address="") if status.node.peers is not None else None
     return Status(
         replace(without_recording(status.store), budgets=budgets),
-        replace(status.node, pid=0, path="", clients=clients, warnings=[], settings={}),
+        replace(status.node, pid=0, path="", clients=clients, warnings=[], settings={}, peers=peers),
     )

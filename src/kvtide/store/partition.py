@@ -37,6 +37,7 @@ from kvtide.index.tenant_usage import TenantUsage
 from kvtide.index.work_slices import rest
 from kvtide.interrupts import again_if_interrupted
 from kvtide.plan import admit, policy
+from kvtide.plan.admit import Never
 from kvtide.plan.evict import Evictor, room
 from kvtide.plan.learning_thread import LearningThread
 from kvtide.plan.planner import Planner, Source
@@ -57,6 +58,8 @@ from kvtide.tiers.format.record import belongs
 from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.nvme.drop_positions import DropLogPositions
 from kvtide.tiers.nvme.tier import Nvme
+from kvtide.tiers.peers.tier import PeerTier
+from kvtide.tiers.peers.trust import PeerTrust, addresses_of
 from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
 from kvtide.tiers.shared.budget import BudgetCoordinator, CoordinationBlobs
 from kvtide.tiers.shared.credits import BudgetThread, WriteCredits
@@ -96,6 +99,8 @@ class StoreContext:
     """Whether other processes will map the memory."""
     known_models: KnownModels
     recent_requests: RecentRequests
+    name: bytes
+    """A random name of the store, for other nodes."""
 
 
 class Partition:
@@ -116,7 +121,8 @@ class Partition:
         self.recorder = context.recorder
         self._quotas = quotas = quotas or TenantQuotas()
         shared_storages = list(storages(config, context.disk))
-        self.index = Index(1 + bool(config.nvme.path) + len(shared_storages))
+        peers = addresses_of(config.peers)
+        self.index = Index(1 + bool(config.nvme.path) + len(shared_storages) + len(peers))
         self.index.absence_log = AbsenceLog(self.index, config.explain.memory, self.clock)
         self.began_empty = True
         """Whether no tier of its own had been used before this opened it: then its records cover its whole life."""
@@ -150,6 +156,10 @@ class Partition:
             self._uses.serve(ranking)
             if config.nvme.path:
                 self.colds.append(self._open_nvme())
+            if peers:
+                trust = PeerTrust(config.peers, config.security)
+                for address in peers:  # before shared storage: their memory is faster
+                    self.colds.append(self._open_peer(address, trust))
             for storage in shared_storages:
                 self.colds.append(self._open_shared(*storage))
             self._orphans = Orphans(self.index)
@@ -308,6 +318,24 @@ class Partition:
             heard=lambda: tier.drops.number,
         )
 
+    def _open_peer(self, address: str, trust: PeerTrust) -> ColdTier:
+        settings, name = self.config.peers, f"peer {address}"
+        tier = PeerTier(
+            address,
+            trust,
+            connections=settings.connections,
+            timeout=settings.timeout,
+            encryption=Encryption(self.context.key_ring, seals=False),
+            late=lambda keys: self.pipeline.fail_hung_reads(name, keys),
+            own=self.context.name,
+            clock=self.clock,
+        )
+        self._running.callback(again_if_interrupted, tier.close)
+        # Enough that each connection has a next request when one has ended.
+        lane = Lane(tier, self.clock, 0, 8 * settings.connections, tier.call_soon)
+        number, patience = len(self.colds) + 1, 2 * settings.timeout
+        return ColdTier(number, name, tier, lane, Never(), None, shared=True, read_only=True, patience=patience)
+
     def _write_credits(self, name: str, settings: Storage, blobs: Blobs) -> WriteCredits:
         coordination = CoordinationBlobs(blobs, settings.lease)
         write_credits = WriteCredits(
@@ -322,6 +350,11 @@ class Partition:
             coordination, BudgetCoordinator(coordination, settings.budget, self.clock), write_credits
         )
         return write_credits
+
+    @property
+    def nvme(self) -> ColdTier | None:
+        """The tier on a local disk; None if there is none."""
+        return next((cold for cold in self.colds if isinstance(cold.tier, Nvme)), None)
 
     @property
     def shared_tiers(self) -> list[tuple[ColdTier, Shared]]:
@@ -346,8 +379,8 @@ class Partition:
 
     @property
     def has_colder(self) -> bool:
-        """Whether there are tiers below DRAM."""
-        return bool(self.colds)
+        """Whether there are tiers below DRAM that blocks are written to."""
+        return any(not cold.read_only for cold in self.colds)
 
     @property
     def read_bytes_queued(self) -> list[int]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,6 +70,8 @@ class Store(SessionHost):
         self.config = shares.rest
         self.clock = clock or SystemClock()
         self.feed = Feed()
+        self.name = secrets.token_bytes(16)
+        """A random name, by which a node recognises itself among other nodes."""
         self._reserved: dict[bytes, Partition] = {}
         """Reserved shares, by the tenant's tag."""
         self._lost: Counter[Unwritten] = Counter()
@@ -96,9 +99,10 @@ class Store(SessionHost):
                 self.recorder,
                 self.key_ring,
                 disk,
-                mapped,
-                self.known_models,
-                self.recent_requests,
+                mapped=mapped,
+                known_models=self.known_models,
+                recent_requests=self.recent_requests,
+                name=self.name,
             )
 
             self.main = Partition(self.config, context, shares.quotas, already_mapped)

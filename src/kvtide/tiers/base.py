@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from kvtide.block import BlockKey, Geometry, Span
 __all__ = [
     "NOWHERE",
     "DropDone",
+    "FoundBlock",
     "Held",
     "Identity",
     "Miss",
@@ -39,9 +40,11 @@ __all__ = [
     "ReadResult",
     "Renewal",
     "Renewing",
+    "Searched",
     "Sync",
     "Tier",
     "TierStatistics",
+    "Wish",
     "Write",
     "WriteDone",
     "fingerprint",
@@ -204,6 +207,30 @@ class Renewing(Protocol):
 
     def note(self, held: Held) -> None:
         """Blocks expire as these columns say: keep that for the next time the tier is opened, if only as a hint."""
+
+
+class FoundBlock(NamedTuple):
+    """The metadata of a block that others have written."""
+
+    place: int
+    parent: bytes
+    depth: int
+    expiry: float
+    priority: int
+
+
+Wish = tuple[BlockKey, Identity]
+
+
+@runtime_checkable
+class Searched(Protocol):
+    """A tier whose blocks others write and remove: they are found by looking them up."""
+
+    def find(self, options: Sequence[Wish], done: Callable[[Sequence[FoundBlock | None]], None]) -> None:
+        """Look up blocks; None for those that are absent or invalid. Follows the rules of a tier's other methods."""
+
+    def absent(self, key: BlockKey, who: Identity) -> bool:
+        """Whether a lookup would find no such block: a recent one did not, or it would not be answered now."""
 
 
 class Tier(Protocol):

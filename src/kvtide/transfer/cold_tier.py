@@ -33,6 +33,8 @@ class ColdTier:
     """None if no tenant has a quota there."""
     shared: bool = False
     """Whether others use its storage too."""
+    read_only: bool = False
+    """Whether blocks are never written to it. Then a block that it has is not saved: its owner may lose it any time."""
     patience: float | None = None
     """Seconds that closing the store waits for it; None: until it is done."""
     sync: Sync | None = None

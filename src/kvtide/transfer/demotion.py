@@ -50,7 +50,7 @@ class Demotion:
 
     def __init__(self, context: TransferContext, policy: Policy) -> None:
         """``policy`` ranks the blocks in DRAM."""
-        self._index, self._colds = context.index, context.colds
+        self._index, self._colds = context.index, [cold for cold in context.colds if not cold.read_only]
         self._residents, self._eraser = context.residents, context.eraser
         self._feed, self._counts = context.feed, context.counts
         self._interrupted = context.interrupted
@@ -62,9 +62,9 @@ class Demotion:
         """Counts blocks that left DRAM and are in no tier though one should have had them, by the reason."""
         self._watchers: dict[tuple[int, int], list[_Watcher]] = {}
         """Callbacks for the end of a write, by tier and row."""
-        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in context.colds}
+        self._requested: dict[int, deque[int]] = {cold.number: deque() for cold in self._colds}
         """Rows to be written on request, by tier."""
-        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in context.colds}
+        self._under_way: dict[int, dict[int, int]] = {cold.number: {} for cold in self._colds}
         """The bytes of requested rows that are being written, by tier and row."""
         self._to_notify: list[_Watcher] = []
         """Watchers that ``tell`` must call. Kept here, so that an interrupted caller does not lose them."""

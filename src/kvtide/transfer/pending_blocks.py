@@ -1,21 +1,23 @@
-"""Finds blocks of a prompt that may soon be available: being written here, or written to shared storage by others.
+"""Finds blocks of a prompt that may soon be available: being written here, or written by others.
 
 The index knows what this process has written or found, not what others wrote. When a prompt continues beyond the known
-blocks, the rest is searched for in the shared tiers, in the background, and the caller is told to ask again. Blocks
+blocks, the rest is searched for in the background, and the caller is told to ask again: first at all other nodes, in
+one round trip to each in parallel, and then, for what none of them has, in one shared storage after another. Blocks
 that are found are entered into the index, and are then like any block in a colder tier.
 
 A prompt that is stored nowhere must cost almost nothing. So only a few blocks are searched for at a time, because
-without the first ones the others are useless; equal searches are merged; and a tier remembers for a moment which blocks
-it lacks (``Shared.absent``).
+without the first ones the others are useless (nodes answer from memory, and are asked for more); equal searches are
+merged; and a tier remembers for a moment which blocks it lacks (``Searched.absent``).
 
-Entries for shared storage may be dropped from the index at any time, because they can be found again. That keeps the
-index small, however large the storage is. Entries for blobs that were removed are dropped as soon as this process is
-notified: no caller then tries to read them, and followers of events learn of it.
-"""
+Entries for the tiers of others may be dropped from the index at any time, because they can be found again. That keeps
+the index small, however large the storage is. Entries for blobs that were removed are dropped as soon as this process
+is notified: no caller then tries to read them, and followers of events learn of it."""
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,19 +30,20 @@ from kvtide.events import BlockRemoved, BlockStored, Feed
 from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.work_slices import slices
-from kvtide.tiers.base import Identity
-from kvtide.tiers.shared.tier import BlobEntry, Shared, Wish, place_of
+from kvtide.tiers.base import FoundBlock, Identity, Searched, Wish
+from kvtide.tiers.shared.tier import place_of
 from kvtide.transfer.cold_tier import ColdTier
 
 __all__ = ["PendingBlocks"]
 
-_STEP = 32
-"""Blocks of a prompt that are searched for at a time."""
+_STEP, _WIDE = 32, 512
+"""Blocks of a prompt that are searched for at a time, in shared storage and at other nodes."""
 _KNOWN = 1 << 18
 """Number of blocks in the index above which those that can be found again are dropped from it."""
 
 Keys = Callable[[bytes], list[BlockKey]]
 """Returns the keys of a prompt's blocks in a group, given the group's key suffix."""
+_Place = tuple[ColdTier, Searched]
 
 
 class PendingBlocks:
@@ -55,7 +58,12 @@ class PendingBlocks:
         counts: Counter[str],
     ) -> None:
         self._index = index
-        self._tiers = [(cold, cold.tier) for cold in colds if isinstance(cold.tier, Shared)]
+        self._tiers: list[_Place] = [(cold, cold.tier) for cold in colds if isinstance(cold.tier, Searched)]
+        nodes = [(cold, tier) for cold, tier in self._tiers if cold.read_only]
+        storages = [(cold, tier) for cold, tier in self._tiers if not cold.read_only]
+        self._stages = ([nodes] if nodes else []) + [[storage] for storage in storages]
+        """The tiers to search, one stage after another, those of a stage in parallel."""
+        self._step = _WIDE if nodes else _STEP
         self._clock = clock
         self._feed = feed
         self._counts = counts
@@ -87,59 +95,82 @@ class PendingBlocks:
         first, who = keys(layout.group(lacking[0]).suffix)[blocks], identities[lacking[0]]
         if first not in self._under_way and not all(tier.absent(first, who) for _, tier in self._tiers):
             options = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
+            begun = {first}
             try:
                 self._under_way.add(first)
-                self._seek({first}, options, blocks)
+                self._seek(begun, options, blocks)
             except BaseException:
                 # The search may not be running: later callers must not believe that it is.
-                self._under_way.discard(first)
+                self._under_way -= begun
                 raise
         return first in self._under_way
 
     def _seek(
         self, begun: set[BlockKey], prompt: dict[str, tuple[Kind, Identity, list[BlockKey], Mask]], start: int
     ) -> None:
-        """Search for the blocks from ``start`` on, in one tier after another, and for more if they are found.
+        """Search for the blocks from ``start`` on, in one stage after another, and for more if they are found.
 
         ``begun`` are the keys at which no other search need begin.
         """
-        options: list[Wish] = []
-        needed: set[BlockKey] = set()
-        """Blocks without which it is useless to search further."""
         shortest = min(len(keys) for _, _, keys, _ in prompt.values())
         while start < shortest and all(whole[start : start + _STEP].all() for _, _, _, whole in prompt.values()):
             start += _STEP  # all of it is present already
+        stop = min(start + self._step, shortest)
+        options: dict[Wish, int] = {}
+        """What to search for, with the number of the block in the prompt."""
+        needed: dict[BlockKey, int] = {}
+        """Blocks without which it is useless to search further."""
         for kind, who, keys, whole in prompt.values():
-            mine = [key for key, here in zip(keys[start:][:_STEP], whole[start:].tolist(), strict=False) if not here]
-            options += [(key, who) for key in mine]
+            here = whole[start:stop].tolist()
+            mine = {keys[n]: n for n, present in enumerate(here, start) if not present}
+            options |= {(key, who): n for key, n in mine.items()}
             if kind in (Kind.FULL, Kind.MLA):
-                needed.update(mine)
-        ends = start + _STEP >= shortest
+                needed |= mine
+        with self._index.lock:  # a caller that asks when some are entered begins behind them
+            begun.update(key for _, _, keys, _ in prompt.values() for key in keys[start : stop + 1])
+            self._under_way |= begun
 
-        def ask(number: int, left: list[Wish]) -> None:
-            cold, tier = self._tiers[number]
+        def first_of(missing: Mapping[Wish, int]) -> int:
+            return min((needed[key] for key, _ in missing if key in needed), default=stop)
 
-            def found(entries: Sequence[BlobEntry | None]) -> None:
-                here = {w: e for w, e in zip(left, entries, strict=True) if e is not None}
-                with self._index.lock:  # a caller that asks after these are entered begins behind them
-                    begun.update(keys[start + _STEP] for _, _, keys, _ in prompt.values() if start + _STEP < len(keys))
-                    self._under_way |= begun
-                self._enter(cold, here)
-                needed.difference_update(key for key, _ in here)
-                rest = [wish for wish in left if wish not in here]
-                if rest and number + 1 < len(self._tiers):
-                    ask(number + 1, rest)
-                elif needed or ends:
-                    with self._index.lock:
-                        self._under_way -= begun
-                else:
-                    self._seek(begun, prompt, start + _STEP)
+        def ask(stage: int, left: dict[Wish, int], reach: int) -> None:
+            """``reach``: all stages before were asked for the blocks up to it, as far as these were not found."""
+            if stage == len(self._stages) or not left:
+                go_on(first_of(left), reach)
+                return
+            places = self._stages[stage]
+            if not places[0][0].read_only:
+                reach = min(reach, first_of(left) + _STEP)
+            wanted = [wish for wish, n in left.items() if n < reach]
+            lock, unanswered = threading.Lock(), len(places)
 
-            tier.find(left, found)
+            def found(cold: ColdTier, entries: Sequence[FoundBlock | None]) -> None:
+                nonlocal unanswered
+                here = {w: e for w, e in zip(wanted, entries, strict=True) if e is not None}
+                if here:
+                    self._enter(cold, here)
+                with lock:
+                    for wish in here:
+                        left.pop(wish, None)
+                    unanswered -= 1
+                    if unanswered:
+                        return
+                ask(stage + 1, left, reach)
 
-        ask(0, options)
+            for cold, tier in places:
+                tier.find(wanted, functools.partial(found, cold))
 
-    def _enter(self, cold: ColdTier, found: Mapping[Wish, BlobEntry]) -> None:
+        def go_on(gap: int, reach: int) -> None:
+            """Search from the first block that was not found, unless it was asked for everywhere."""
+            if reach <= gap < shortest:
+                self._seek(begun, prompt, gap)
+            else:
+                with self._index.lock:
+                    self._under_way -= begun
+
+        ask(0, options, stop)
+
+    def _enter(self, cold: ColdTier, found: Mapping[Wish, FoundBlock]) -> None:
         """Enter blocks found in a tier into the index."""
         index, now = self._index, self._clock.time()
         new, whose = list[BlockKey](), list[int]()

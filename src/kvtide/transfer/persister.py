@@ -123,6 +123,7 @@ class Persister:
         self._feed, self._counts = context.feed, context.counts
         self._interrupted = context.interrupted
         self._colds = {cold.number: cold for cold in context.colds}
+        self._writable = any(not cold.read_only for cold in context.colds)
         self._durable = [cold for cold in context.colds if cold.sync is not None]
         self._demotion = demotion
         self._promotion = promotion
@@ -151,7 +152,7 @@ class Persister:
             if closed:
                 self._cut_off(request)
             elif not self._durable:
-                self._end(request, request.blocks, Unwritten.NOT_DURABLE if self._colds else Unwritten.NO_TIER)
+                self._end(request, request.blocks, Unwritten.NOT_DURABLE if self._writable else Unwritten.NO_TIER)
             else:
                 self._hold_all(request)
                 self._advance(request, request.blocks)

@@ -242,6 +242,13 @@ class Pipeline:
         self.counts[Count.BLOCKS_CHANGED] += 1
         return False
 
+    def sealed_span(self, row: int, identity: Identity) -> Span | None:
+        """The memory of a row that is complete in DRAM; None if its block is not of that identity. Call with the lock
+        held, and hold the row as long as the memory is used."""
+        own = self._residents.identity(row)
+        same = own.fingerprint == identity.fingerprint and own.geometry == identity.geometry
+        return self._residents.span(row) if same else None
+
     def stored(self, rows: Rows) -> None:
         """Record a store: ``rows`` are all blocks of the prompt that are present, first block first. Call with the
         index lock held."""
@@ -416,10 +423,11 @@ class Pipeline:
         return reservation
 
     def _absent(self, rows: Rows) -> Mask:
-        """Mask of rows that are in no tier nor on their way to one. Call with the lock held."""
+        """Mask of rows that are in no tier of this store nor on their way to one. Call with the lock held."""
         absent: Mask = self._index.state[DRAM][rows] == ABSENT
         for cold in self._colds:
-            absent &= self._index.state[cold.number][rows] == ABSENT
+            if not cold.read_only:
+                absent &= self._index.state[cold.number][rows] == ABSENT
         return absent
 
     def _being_written(self, rows: Rows) -> Mask:
@@ -427,7 +435,8 @@ class Pipeline:
         held."""
         pending: Mask = self._index.state[DRAM][rows] == PENDING
         for cold in self._colds:
-            pending &= self._index.state[cold.number][rows] != SEALED
+            if not cold.read_only:
+                pending &= self._index.state[cold.number][rows] != SEALED
         for i in np.flatnonzero(pending).tolist():
             pending[i] = int(rows[i]) in self._writing
         return pending

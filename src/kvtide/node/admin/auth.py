@@ -32,6 +32,7 @@ from kvtide.config import Node
 from kvtide.errors import ConfigError
 from kvtide.node.roles import Role
 from kvtide.node.tls import unreadable
+from kvtide.security.certificates import names_in
 from kvtide.security.secret_file import read_secret
 
 __all__ = ["HttpAuth", "HttpCaller"]
@@ -98,7 +99,9 @@ class HttpAuth:
         if not self.needed:
             return HttpCaller("an unauthenticated caller", Role.READ)
         if self._names:
-            return max((self._names[n] for n in _named(certificate or {}) if n in self._names), key=_role, default=None)
+            return max(
+                (self._names[n] for n in names_in(certificate or {}) if n in self._names), key=_role, default=None
+            )
         scheme, _, token = authorization.partition(" ")
         given = _hash(token.strip()) if scheme.lower() == "bearer" else b""
         found = [caller for known, caller in self._tokens.items() if hmac.compare_digest(known, given)]
@@ -184,12 +187,6 @@ def _tokens(text: str, source: str) -> dict[bytes, HttpCaller]:
 
 def _hash(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-
-
-def _named(certificate: Mapping[str, Any]) -> list[str]:
-    """The common name and the alternative names of a verified certificate."""
-    common = [value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"]
-    return common + [value for _, value in certificate.get("subjectAltName", ()) if isinstance(value, str)]
 
 
 def _role(caller: HttpCaller) -> Role:

@@ -32,6 +32,7 @@ from kvtide.node.server.loop import Loop
 from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.refusals import Refusals
 from kvtide.node.server.workers import ServerWorkerGroup
+from kvtide.peers.server import PeerServer
 from kvtide.security.audit import audit_of
 from kvtide.store.node_statistics import NodeStatistics, Status, reported_settings, without_recording
 from kvtide.store.store import Store
@@ -97,6 +98,8 @@ class Node:
         """By trust domain, of clients that have left."""
         self._closed = False
         self._hello = msgspec.msgpack.Decoder(p.Hello)
+        self.peers: PeerServer | None = None
+        """Serves other nodes, if they are served."""
         self._access_list = AccessList(store.config.node.users)
         for warning in self._access_list.warnings:
             log.warning("%s", warning)
@@ -206,6 +209,7 @@ class Node:
             [c.statistics() for c in clients],
             self._access_list.warnings if domain is None else [],
             reported_settings(self.store.given) if domain is None else {},
+            self.peers.statistics() if self.peers is not None else None,
         )
         return Status(store if domain is None else without_recording(store), node)
 

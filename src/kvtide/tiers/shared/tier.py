@@ -33,7 +33,19 @@ import numpy.typing as npt
 from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.serial_executor import SerialExecutor
-from kvtide.tiers.base import NOWHERE, DropDone, Held, Identity, Read, ReadDone, TierStatistics, Write, WriteDone
+from kvtide.tiers.base import (
+    NOWHERE,
+    DropDone,
+    FoundBlock,
+    Held,
+    Identity,
+    Read,
+    ReadDone,
+    TierStatistics,
+    Wish,
+    Write,
+    WriteDone,
+)
 from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_for
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, header_of
@@ -45,7 +57,7 @@ from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
 from kvtide.tiers.shared.drop_log import NOT_OURS, PAGE, DropLog
 from kvtide.tiers.shared.io_jobs import Batch, Jobs, Trickle
 
-__all__ = ["BlobEntry", "Credit", "Permit", "Shared", "Wish", "place_of"]
+__all__ = ["Credit", "Permit", "Shared", "place_of"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -96,19 +108,6 @@ class Credit(Protocol):
 
     def coordinator_statistics(self) -> BudgetCoordinatorStatistics:
         """The last known statistics of the storage."""
-
-
-class BlobEntry(NamedTuple):
-    """The metadata of a block in shared storage."""
-
-    place: int
-    parent: bytes
-    depth: int
-    expiry: float
-    priority: int
-
-
-Wish = tuple[BlockKey, Identity]
 
 
 class _Page(NamedTuple):
@@ -296,7 +295,7 @@ class Shared:
 
     # -- finding blocks of other hosts --------------------------------------------------------------------
 
-    def find(self, options: Sequence[Wish], done: Callable[[Sequence[BlobEntry | None]], None]) -> None:
+    def find(self, options: Sequence[Wish], done: Callable[[Sequence[FoundBlock | None]], None]) -> None:
         """Look up blocks that other hosts may have written; None for those that are absent or invalid."""
         self._jobs.submit(Batch("find", options, self._find, None, done))
 
@@ -567,7 +566,7 @@ class Shared:
             return self._apart(self._sync, run, packer, "sync", e, failed=False)
         return [fine and not self._goes(key) for key, fine in zip(run, good, strict=True)]
 
-    def _find(self, run: Sequence[Wish], packer: Packer) -> list[BlobEntry | None]:
+    def _find(self, run: Sequence[Wish], packer: Packer) -> list[FoundBlock | None]:
         """Reads the headers: only they tell whether a blob is that block, and when it expires."""
         starts = _starts([who for _, who in run], packer)
         try:
@@ -581,7 +580,7 @@ class Shared:
             return self._apart(self._find, run, packer, "find", e, None)
         return [self._entry(*of) for of in zip(run, names, starts, got, strict=True)]
 
-    def _entry(self, wish: Wish, name: str, start: Span, got: int) -> BlobEntry | None:
+    def _entry(self, wish: Wish, name: str, start: Span, got: int) -> FoundBlock | None:
         key, who = wish
         try:
             if got < 0 or self._goes(key):
@@ -594,7 +593,7 @@ class Shared:
                 raise NotForAsker(Reason.ANOTHER_OWNER)
             if header.expiry <= self._clock.time():
                 raise Rejected(Reason.EXPIRED)  # deleting it makes space for the next write
-            return BlobEntry(place_of(name), header.parent, header.depth, header.expiry, header.priority)
+            return FoundBlock(place_of(name), header.parent, header.depth, header.expiry, header.priority)
         except Exception as e:  # noqa: BLE001 - see TierCounters
             if not (isinstance(e, Rejected) and e.reason is Reason.GONE):
                 self._failed("find", e)

@@ -1,0 +1,270 @@
+"""Serves a node's blocks to other nodes: one thread per connection, beside the node's own loop.
+
+A connection's thread waits for a request, answers it and waits for the next one. It sends blocks directly from the
+memory that they are in, and ``sendmsg`` releases the GIL, so the node's own clients are not delayed by more than the
+headers and checksums cost.
+
+Whatever an asker does costs its connection, and nothing else:
+
+- Requests are read into memory of a fixed size, and a request for more than the credit that was granted ends the
+  connection. So does anything that breaks the protocol.
+- An answer must have been taken within ``peers.timeout``; then the connection is interrupted, and what it held is free.
+- Connections are limited, those that are not authenticated yet by a limit of their own.
+
+Each end of that kind is counted by its reason. See blocks.py for what an answer may contain.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtide import forks
+from kvtide.block import DIGEST, Span
+from kvtide.errors import ConfigError
+from kvtide.peers.blocks import AskedBlock, PeerBlocks, SentBlock
+from kvtide.store.node_statistics import PeerServing
+from kvtide.store.store import Store
+from kvtide.tiers.format.encryption import OPEN
+from kvtide.tiers.format.packer import Packer
+from kvtide.tiers.peers.greeting import let_in, received
+from kvtide.tiers.peers.protocol import (
+    ALL,
+    IDENTITY,
+    ITEM,
+    LARGEST_BODY,
+    PART,
+    REPLY,
+    REQUEST,
+    Operation,
+    PeerViolation,
+    Presence,
+    RequestCredit,
+    Violation,
+    pack_located,
+    parse_identity,
+)
+from kvtide.tiers.peers.transport import PeerConnection
+from kvtide.tiers.peers.trust import PeerTrust
+from kvtide.tiers.peers.watchdog import Watchdog
+
+__all__ = ["PeerServer"]
+
+log = logging.getLogger("kvtide.peers")
+
+_CONNECTIONS = 256
+_STRANGERS = 32
+"""Connections that are not authenticated yet."""
+_PAUSE = 0.5
+"""Seconds without accepting connections after the node ran out of file descriptors for them."""
+_LOGGED = 10.0
+"""Seconds between two log lines about closed connections."""
+
+
+class PeerServer:
+    """Serves the blocks of a store at ``peers.listen``, until ``close``. Raises ConfigError."""
+
+    def __init__(self, store: Store, credit: RequestCredit | None = None) -> None:
+        settings = store.config.peers
+        self._credit = credit or RequestCredit()
+        self._trust = PeerTrust(settings, store.config.security)
+        self._timeout = settings.timeout
+        self._name = store.name
+        self._blocks = PeerBlocks(store, settings.timeout)
+        self._lock = threading.Lock()
+        self._threads: dict[PeerConnection, threading.Thread] = {}
+        self._strangers: set[PeerConnection] = set()
+        self._counts: Counter[str] = Counter()
+        self._violations: Counter[Violation] = Counter()
+        self._logged = -math.inf
+        self._stop = threading.Event()
+        try:
+            self._listener = self._trust.transport.listen(settings.listen)
+        except OSError as e:
+            raise ConfigError(
+                f"cannot serve other nodes at {settings.listen!r}: {e.strerror or e}. Give peers.listen a free address "
+                "of this host, such as 10.0.0.7:9411"
+            ) from e
+        self.address = self._listener.address
+        forks.tell(self)
+        self._watchdog = Watchdog(settings.timeout)
+        self._acceptor = threading.Thread(target=self._accept, name="kvtide-peers-accept", daemon=True)
+        self._acceptor.start()
+        log.info("serving blocks to other nodes at %s", self.address)
+
+    def __repr__(self) -> str:
+        return f"<PeerServer at {self.address}, {len(self._threads)} connections>"
+
+    def statistics(self) -> PeerServing:
+        with self._lock:
+            return PeerServing(
+                self.address,
+                len(self._threads),
+                self._counts["requests"],
+                self._counts["located"],
+                self._counts["sent"],
+                self._counts["missed"],
+                self._counts["busy"],
+                self._counts["bytes"],
+                self._blocks.bytes_held,
+                {violation.value: count for violation, count in self._violations.items()},
+            )
+
+    def close(self) -> None:
+        """Serve no more: end all connections, and wait until they hold nothing. May be repeated."""
+        with self._lock:
+            self._stop.set()
+        self._listener.close()
+        self._acceptor.join()
+        self._watchdog.interrupt_all()
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            thread.join()
+        self._watchdog.close()
+
+    def forked(self) -> None:
+        self._listener.forked()
+        for connection in self._threads:
+            connection.forked()
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._stop.is_set():
+            try:
+                connection = self._listener.accept()
+            except OSError as e:
+                if self._stop.is_set():
+                    return
+                log.warning("cannot accept a connection of another node: %s", e.strerror or e)
+                self._stop.wait(_PAUSE)
+                continue
+            with self._lock:
+                full = len(self._threads) >= _CONNECTIONS or len(self._strangers) >= _STRANGERS
+                if not full and not self._stop.is_set():
+                    thread = threading.Thread(
+                        target=self._serve, args=(connection,), name="kvtide-peers-serve", daemon=True
+                    )
+                    self._threads[connection] = thread
+                    self._strangers.add(connection)
+            if full or self._stop.is_set():
+                self._ended(connection, Violation.TOO_MANY if full else None)
+                connection.close()
+                continue
+            self._watchdog.add(connection)
+            try:
+                thread.start()
+            except RuntimeError:  # the system cannot start more threads
+                self._over(connection, Violation.TOO_MANY)
+
+    def _serve(self, connection: PeerConnection) -> None:
+        violation = None
+        try:
+            self._watchdog.limit(connection, self._timeout)
+            connection.begin()
+            let_in(connection, self._trust.secret(), self._credit, self._name)
+            with self._lock:
+                self._strangers.discard(connection)
+            packer, last = Packer("raw", OPEN), 0
+            while not self._stop.is_set():
+                last = self._answer(connection, packer, last)
+        except PeerViolation as e:
+            violation = e.violation
+        except (ssl.SSLError, PermissionError):  # it is an OSError too
+            violation = Violation.CERTIFICATE if connection in self._strangers else Violation.GARBAGE
+        except OSError:
+            if connection.due <= time.monotonic():
+                violation = Violation.SLOW
+        except ConfigError as e:
+            log.error("other nodes are refused: %s", e)
+        except Exception:
+            log.exception("a connection of the node at %s failed", connection.peer)
+        finally:
+            self._over(connection, violation)
+
+    def _over(self, connection: PeerConnection, violation: Violation | None) -> None:
+        self._watchdog.remove(connection)
+        connection.close()
+        self._ended(connection, violation)
+        with self._lock:
+            self._strangers.discard(connection)
+            self._threads.pop(connection, None)
+
+    def _ended(self, connection: PeerConnection, violation: Violation | None) -> None:
+        if violation is None or self._stop.is_set():
+            return
+        with self._lock:
+            self._violations[violation] += 1
+            now = time.monotonic()
+            if now - self._logged < _LOGGED:
+                return
+            self._logged = now
+        log.warning("a connection from %s was closed: %s", connection.peer, violation)
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def _answer(self, connection: PeerConnection, packer: Packer, last: int) -> int:
+        """Wait for a request and answer it; returns its number."""
+        connection.due = math.inf
+        head = received(connection, REQUEST.size)
+        self._watchdog.limit(connection, self._timeout)
+        operation, zero, count, size, number = REQUEST.unpack(head)
+        if zero or not count or operation not in (Operation.LOCATE, Operation.READ):
+            raise PeerViolation(Violation.GARBAGE)
+        if number <= last:
+            raise PeerViolation(Violation.REPLAYED)
+        each, most = (DIGEST, self._credit.keys) if operation == Operation.LOCATE else (ITEM.size, self._credit.blocks)
+        if count > most or size > LARGEST_BODY:
+            raise PeerViolation(Violation.OVER_CREDIT)
+        if size != IDENTITY.size + count * each:
+            raise PeerViolation(Violation.GARBAGE)
+        body = memoryview(received(connection, size))
+        items = body[IDENTITY.size :]
+        with self._lock:
+            self._counts["requests"] += 1
+        if operation == Operation.LOCATE:
+            digests = bytes(items)
+            named = [digests[i : i + DIGEST] for i in range(0, len(digests), DIGEST)]
+            self._locate(connection, body, named, number)
+        else:
+            asked = [AskedBlock(*item) for item in ITEM.iter_unpack(items)]
+            self._read(connection, packer, body, asked, number)
+        return int(number)
+
+    def _locate(self, connection: PeerConnection, body: Span, digests: Sequence[bytes], number: int) -> None:
+        found = self._blocks.locate(parse_identity(body[: IDENTITY.size]), digests)
+        answer = pack_located(found)
+        connection.send([REPLY.pack(Operation.LOCATE, 0, len(digests), len(answer), number) + answer])
+        with self._lock:
+            self._counts["located"] += len(found.depths)
+
+    def _read(
+        self, connection: PeerConnection, packer: Packer, body: Span, asked: Sequence[AskedBlock], number: int
+    ) -> None:
+        identity = parse_identity(body[: IDENTITY.size])
+        geometry = identity.geometry
+        if len(asked) > 1:
+            sections = sum(geometry.sections if one.sections == ALL else one.sections for one in asked)
+            if sections * geometry.stride > self._credit.nbytes:
+                raise PeerViolation(Violation.OVER_CREDIT)
+        with self._blocks.opened(identity, asked, packer) as sent:
+            parts = b"".join(PART.pack(one.presence, len(one.header), len(one.payload)) for one in sent)
+            reply = REPLY.pack(Operation.READ, 0, len(sent), len(parts), number) + parts
+            records = [span for one in sent for span in (one.header, one.payload) if span]
+            self._watchdog.limit(connection, self._timeout)  # what it took to prepare is not the asker's fault
+            connection.send([reply, *records])
+        self._count(sent)
+
+    def _count(self, sent: Sequence[SentBlock]) -> None:
+        with self._lock:
+            counts = self._counts
+            for one in sent:
+                name = {Presence.HIT: "sent", Presence.MISS: "missed", Presence.BUSY: "busy"}[one.presence]
+                counts[name] += 1
+                counts["bytes"] += len(one.payload)

@@ -1,0 +1,184 @@
+"""An asker's connection to another node: made when it is first needed, and again after it failed.
+
+A link is used by one thread. Each request has one deadline for everything, connecting included; a ``Watchdog`` keeps
+it. Whatever fails (a deadline, a closed connection, an answer that breaks the protocol) closes the connection, because
+what comes next on it could be the rest of an answer to something else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvtide.block import DIGEST, BlockKey, Span
+from kvtide.errors import ConfigError
+from kvtide.tiers.base import Identity
+from kvtide.tiers.peers.greeting import ask_in, received
+from kvtide.tiers.peers.protocol import (
+    ALL,
+    ITEM,
+    PART,
+    REPLY,
+    REQUEST,
+    LocatedBlocks,
+    Operation,
+    PeerViolation,
+    Presence,
+    RequestCredit,
+    Violation,
+    pack_identity,
+    parse_located,
+)
+from kvtide.tiers.peers.transport import PeerConnection
+from kvtide.tiers.peers.trust import PeerTrust
+from kvtide.tiers.peers.watchdog import Watchdog
+
+__all__ = ["OwnAddress", "PeerLink", "WantedBlock"]
+
+_LARGEST = 1 << 20
+"""The most bytes of an answer besides records."""
+
+
+class WantedBlock(NamedTuple):
+    """A block to read, and where to."""
+
+    key: BlockKey
+    sections: range | None
+    """None: all."""
+    header: Span
+    """As long as the header of its record."""
+    payload: Span
+    """As long as the sections."""
+
+
+class OwnAddress(OSError):  # noqa: N818 - a finding
+    """The address is the asker's own."""
+
+
+class PeerLink:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        address: str,
+        trust: PeerTrust,
+        timeout: float,
+        watchdog: Watchdog,
+        own: bytes,
+    ) -> None:
+        """``own`` is the name of the store that asks."""
+        self._address = address
+        self._trust = trust
+        self._timeout = timeout
+        self._watchdog = watchdog
+        self._own = own
+        self._connection: PeerConnection | None = None
+        self._credit = RequestCredit()
+        self._number = 0
+        self._busy = threading.Lock()
+        """Held while a request is under way, so that ``close`` does not release what is in use."""
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<link to {self._address}{'' if self._connection is not None else ', not connected'}>"
+
+    @property
+    def credit(self) -> RequestCredit:
+        """What one request may ask for; before the first connection, a guess."""
+        return self._credit
+
+    def locate(self, identity: Identity, keys: Sequence[BlockKey]) -> LocatedBlocks:
+        """Ask which blocks of an identity are there. Raises OSError."""
+        with self._request() as connection:
+            body = pack_identity(identity) + b"".join([key[:DIGEST] for key in keys])
+            size = self._ask(connection, Operation.LOCATE, len(keys), body)
+            return parse_located(memoryview(received(connection, size)), len(keys))
+
+    def read(self, identity: Identity, blocks: Sequence[WantedBlock]) -> list[Presence]:
+        """Read blocks of an identity; of those with a HIT header and payload are filled, but not yet verified. Raises
+        OSError: then what is filled is not known."""
+        with self._request() as connection:
+            items = b"".join(
+                ITEM.pack(block.key[:DIGEST], *((0, ALL) if (s := block.sections) is None else (s.start, len(s))))
+                for block in blocks
+            )
+            size = self._ask(connection, Operation.READ, len(blocks), pack_identity(identity) + items)
+            if size != len(blocks) * PART.size:
+                raise PeerViolation(Violation.GARBAGE)
+            parts = list(PART.iter_unpack(received(connection, size)))
+            into: list[Span] = []
+            for block, (presence, header, payload) in zip(blocks, parts, strict=True):
+                expected = (len(block.header), len(block.payload)) if presence == Presence.HIT else (0, 0)
+                if presence > Presence.BUSY or (header, payload) != expected:
+                    raise PeerViolation(Violation.GARBAGE)
+                if presence == Presence.HIT:
+                    into += (block.header, block.payload)
+            connection.receive(into)
+            return [Presence(presence) for presence, _, _ in parts]
+
+    def _ask(self, connection: PeerConnection, operation: Operation, items: int, body: bytes) -> int:
+        """Send a request; returns the number of bytes that follow the head of its answer."""
+        self._number += 1
+        connection.send([REQUEST.pack(operation, 0, items, len(body), self._number) + body])
+        kind, _, count, size, number = REPLY.unpack(received(connection, REPLY.size))
+        if number != self._number:
+            raise PeerViolation(Violation.REPLAYED)
+        if kind != operation or count != items or size > _LARGEST:
+            raise PeerViolation(Violation.GARBAGE)
+        return int(size)
+
+    @contextlib.contextmanager
+    def _request(self) -> Iterator[PeerConnection]:
+        with self._busy:
+            try:
+                connection = self._connection or self._connect()
+                self._watchdog.limit(connection, self._timeout)
+                yield connection
+                connection.due = math.inf
+            except BaseException as e:
+                late = self._connection is not None and self._connection.due <= time.monotonic()
+                self._drop()
+                if late and isinstance(e, OSError) and not isinstance(e, PeerViolation):
+                    raise TimeoutError(errno.ETIMEDOUT, "the node does not answer") from e
+                raise
+
+    def _connect(self) -> PeerConnection:
+        if self._closed:
+            raise OSError(errno.ESHUTDOWN, "the tier is closed")
+        try:
+            secret = self._trust.secret()
+        except ConfigError as e:
+            raise OSError(errno.EACCES, str(e)) from e
+        self._connection = connection = self._trust.transport.connect(self._address, self._timeout)
+        self._number = 0
+        self._watchdog.add(connection)
+        self._watchdog.limit(connection, self._timeout)
+        connection.begin()
+        welcome = ask_in(connection, secret)
+        if welcome.node == self._own:
+            raise OwnAddress(errno.ELOOP, "the address is this node's own")
+        self._credit = welcome.credit
+        return connection
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._watchdog.remove(connection)
+            connection.close()
+
+    def close(self) -> None:
+        """End a request under way, and release the connection."""
+        self._closed = True
+        if (connection := self._connection) is not None:
+            connection.interrupt()
+        with self._busy:
+            self._drop()
+
+    def forked(self) -> None:
+        """In a forked child: close its copy of the connection."""
+        if self._connection is not None:
+            self._connection.forked()

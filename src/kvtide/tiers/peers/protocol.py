@@ -1,0 +1,252 @@
+"""The messages between two nodes. All numbers are little-endian; docs/design/0004-peers.md has the same as tables.
+
+A connection begins with a greeting, in which versions, features and credit are agreed on and both sides prove that they
+know the shared secret, if there is one. Then the asker sends requests, as many as it likes before it reads an answer,
+and the server answers them in order::
+
+    asker                            server
+    Hello                        →
+                                 ←   Welcome, with its proof and its credit
+    Proof                        →
+    Request, Identity, items     →
+                                 ←   Reply, columns (LOCATE) or parts and records (READ)
+
+Blocks are named by digests, which nobody can make without the tenant's naming secret. A request is about blocks of one
+identity, and an answer says for each block no more than that it is there or is not. A record is the header and the
+sections that a tier on disk would store (``tiers/format/record.py``), uncompressed and not encrypted: the reader checks
+key, owner, layout and every checksum before it uses a byte.
+
+*RequestCredit* is what one request may ask for: so many blocks to locate, so many blocks and bytes to read. A single
+block may always be read, however large."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.block import DIGEST, Geometry
+from kvtide.tiers.base import Identity
+
+__all__ = [
+    "FEATURES",
+    "HELLO",
+    "IDENTITY",
+    "ITEM",
+    "LARGEST_BODY",
+    "NEWEST",
+    "OLDEST",
+    "PART",
+    "PROOF",
+    "REPLY",
+    "REQUEST",
+    "WELCOME",
+    "Hello",
+    "LocatedBlocks",
+    "Operation",
+    "Part",
+    "PeerViolation",
+    "Presence",
+    "RequestCredit",
+    "Violation",
+    "Welcome",
+    "pack_identity",
+    "pack_located",
+    "parse_identity",
+    "parse_located",
+]
+
+MAGIC = b"KVTPEER\n"
+OLDEST = NEWEST = 1
+"""The versions of the protocol that this side understands."""
+FEATURES = 0
+"""A bit for each optional extension that this side understands; both use those that both have."""
+
+HELLO = struct.Struct("<8sHHI32s")
+"""Magic, oldest and newest version, features, nonce."""
+WELCOME = struct.Struct("<8sHHI32s16sIIQ32s")
+"""Magic, version (0: none in common), zeros, features, nonce, node, credit (blocks to locate, blocks to read, bytes to
+read), proof."""
+PROOF = 32
+REQUEST = struct.Struct("<BBHIQ")
+"""Operation, zero, number of items, bytes that follow, number of the request: greater than any before."""
+REPLY = struct.Struct("<BBHIQ")
+"""Operation, zero, number of items, bytes that follow (of READ: before the records), number of the request."""
+IDENTITY = struct.Struct("<32s16s16s16sIIII")
+"""Namespace, tenant tag, layout digest, end of the keys (padded with zeros), tokens of a block, sections, bytes of a
+section, bytes of an element."""
+ITEM = struct.Struct(f"<{DIGEST}sII")
+"""Of READ: digest, first section, number of sections (``ALL``: all)."""
+PART = struct.Struct("<B3xIQ")
+"""Of READ: presence, bytes of the header, bytes of the sections that follow."""
+ALL = 0xFFFFFFFF
+_KEYS, _BLOCKS, _BYTES = 1024, 64, 8 << 20
+LARGEST_BODY = IDENTITY.size + _KEYS * max(DIGEST, ITEM.size)
+"""The most bytes that may follow a request."""
+
+
+class Operation(IntEnum):
+    LOCATE = 1
+    READ = 2
+
+
+class Presence(IntEnum):
+    """The answer for one block."""
+
+    MISS = 0
+    HIT = 1
+    BUSY = 2
+    """It may be there, but the server has no memory or no time for it now."""
+
+
+class Violation(StrEnum):
+    """Why a connection was closed. The values are shown in statistics and metrics."""
+
+    GARBAGE = "garbage"
+    VERSION = "no common version"
+    UNPROVEN = "did not prove that it knows the secret"
+    CERTIFICATE = "no accepted certificate"
+    REPLAYED = "replayed or out of order"
+    OVER_CREDIT = "more than its credit"
+    SLOW = "too slow"
+    TOO_MANY = "too many connections"
+
+
+class PeerViolation(OSError):  # noqa: N818 - a verdict
+    """The other end broke the protocol: nothing that it says on this connection can be used."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(violation.value)
+        self.strerror = violation.value
+        self.violation = violation
+
+
+class RequestCredit(NamedTuple):
+    """What one request may ask for."""
+
+    keys: int = _KEYS
+    blocks: int = _BLOCKS
+    nbytes: int = _BYTES
+
+
+class Hello(NamedTuple):
+    """The first message of an asker."""
+
+    oldest: int
+    newest: int
+    features: int
+    nonce: bytes
+
+    def pack(self) -> bytes:
+        return HELLO.pack(MAGIC, *self)
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Hello:
+        """Raises PeerViolation."""
+        magic, *fields = HELLO.unpack(data)
+        if magic != MAGIC or fields[0] > fields[1]:
+            raise PeerViolation(Violation.GARBAGE)
+        return cls(*fields)
+
+
+class Welcome(NamedTuple):
+    """The answer of a server."""
+
+    version: int
+    features: int
+    nonce: bytes
+    node: bytes
+    """A random name of the store that is served: by it a node recognises itself in its list of addresses."""
+    credit: RequestCredit
+    proof: bytes = bytes(PROOF)
+
+    def pack(self) -> bytes:
+        return WELCOME.pack(MAGIC, self.version, 0, self.features, self.nonce, self.node, *self.credit, self.proof)
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Welcome:
+        """Raises PeerViolation."""
+        magic, version, _, features, nonce, node, keys, blocks, nbytes, proof = WELCOME.unpack(data)
+        if magic != MAGIC or not (keys and blocks and nbytes):
+            raise PeerViolation(Violation.GARBAGE)
+        # What a server grants beyond what this side knows is not used.
+        credit = RequestCredit(min(keys, _KEYS), min(blocks, _BLOCKS), min(nbytes, _BYTES))
+        return cls(version, features, nonce, node, credit, proof)
+
+
+class Part(NamedTuple):
+    """The answer for one block of READ."""
+
+    presence: Presence
+    header: int = 0
+    payload: int = 0
+
+
+def pack_identity(identity: Identity) -> bytes:
+    geometry = identity.geometry
+    return IDENTITY.pack(
+        identity.namespace,
+        identity.tenant,
+        identity.layout,
+        identity.group,
+        identity.block_tokens,
+        geometry.sections,
+        geometry.section,
+        identity.itemsize,
+    )
+
+
+def parse_identity(data: memoryview | bytes) -> Identity:
+    """Raises PeerViolation."""
+    namespace, tenant, layout, group, tokens, sections, section, itemsize = IDENTITY.unpack(data)
+    if not (tokens and 0 < sections <= 1 << 16 and section and 0 < itemsize <= 16):
+        raise PeerViolation(Violation.GARBAGE)
+    return Identity(namespace, tenant, layout, group.rstrip(b"\0"), tokens, Geometry(sections, section), itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedBlocks:
+    """The answer of LOCATE: for each block whether it is there, and columns for those that are."""
+
+    presence: npt.NDArray[np.uint8]
+    expiries: npt.NDArray[np.float64]
+    depths: npt.NDArray[np.uint32]
+    parents: bytes
+    """``DIGEST`` bytes for each."""
+    priorities: npt.NDArray[np.int8]
+
+
+_EACH = 8 + 4 + DIGEST + 1
+"""Bytes of the columns for each block that is there."""
+
+
+def pack_located(found: LocatedBlocks) -> bytes:
+    return b"".join(
+        (
+            found.presence.tobytes(),
+            found.expiries.astype("<f8").tobytes(),
+            found.depths.astype("<u4").tobytes(),
+            found.parents,
+            found.priorities.astype("i1").tobytes(),
+        )
+    )
+
+
+def parse_located(data: memoryview | bytes, count: int) -> LocatedBlocks:
+    """The answer for ``count`` blocks. Raises PeerViolation."""
+    presence = np.frombuffer(data[:count], np.uint8)
+    hits = int(np.count_nonzero(presence == Presence.HIT))
+    if len(data) != count + hits * _EACH or (presence > Presence.BUSY).any():
+        raise PeerViolation(Violation.GARBAGE)
+    at = [count + hits * n for n in (0, 8, 12, 12 + DIGEST, _EACH)]
+    return LocatedBlocks(
+        presence,
+        np.frombuffer(data[at[0] : at[1]], "<f8"),
+        np.frombuffer(data[at[1] : at[2]], "<u4"),
+        bytes(data[at[2] : at[3]]),
+        np.frombuffer(data[at[3] : at[4]], "i1"),
+    )

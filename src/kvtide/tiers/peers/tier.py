@@ -1,0 +1,383 @@
+"""Another node as a tier: its blocks are looked up and read, and nothing is written to it or removed from it.
+
+A read asks for several blocks in one request, and receives each directly into its slot. The other node sends records,
+and here key, owner, layout and every checksum are verified before a block counts as read, exactly as from a disk.
+
+The other node may drop, evict or lose any block at any time: then it is a miss. A node that does not answer costs one
+deadline; after that it is left alone for a while, and everything there is absent. That it is away is no failure of this
+node.
+
+Blocks dropped here are not fetched again by this tier, though the other node may still have them: a drop, and the
+forgetting of a tenant, must be requested at each node.
+
+Threads: one for lookups, which must not wait behind blocks, and one for each further connection. The batches, threads
+and deadlines are those of shared storage (``tiers/shared/io_jobs.py``). A connection that is interrupted at its
+deadline uses its spans no more, so a read that is late gives its memory back."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide import forks
+from kvtide.block import DIGEST, BlockKey, Span
+from kvtide.clock import Clock, SystemClock
+from kvtide.serial_executor import SerialExecutor
+from kvtide.tiers.base import (
+    NOWHERE,
+    DropDone,
+    FoundBlock,
+    Held,
+    Identity,
+    Read,
+    ReadDone,
+    TierStatistics,
+    Wish,
+    Write,
+    WriteDone,
+)
+from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_for
+from kvtide.tiers.format.encryption import OPEN, Encryption
+from kvtide.tiers.format.packer import Packer, usual_header
+from kvtide.tiers.format.reason import Reason
+from kvtide.tiers.format.record import FLAG_SEALED, Rejected
+from kvtide.tiers.peers.link import OwnAddress, PeerLink, WantedBlock
+from kvtide.tiers.peers.protocol import LocatedBlocks, PeerViolation, Presence, RequestCredit
+from kvtide.tiers.peers.trust import PeerTrust
+from kvtide.tiers.peers.watchdog import Watchdog
+from kvtide.tiers.shared.io_jobs import Batch, Jobs
+
+__all__ = ["PeerTier"]
+
+log = logging.getLogger("kvtide.peers")
+
+_SEQUENCE = 0
+"""The sequence number of every record that a node sends."""
+_ABSENT = 2.0
+"""Seconds for which a block is remembered as absent."""
+_PAUSE = 1.0
+"""Seconds for which a node is left alone after it could not be reached or did not answer."""
+_REMEMBERED = 100_000
+_GRACE = 1.5
+"""Jobs may take that much longer than their connection's deadline, which ends them."""
+_CODEC = slice(144, 146)
+"""Where a record's header names its codec; 0: stored unchanged."""
+
+
+class _Worker:
+    """A connection, and what its thread needs to verify records."""
+
+    def __init__(self, link: PeerLink, packer: Packer) -> None:
+        self.link = link
+        self.packer = packer
+
+
+class PeerTier:
+    """The node at ``address``. See the module's docstring.
+
+    ``connections`` requests for blocks are under way at a time, each in at most ``timeout`` seconds. ``late`` is called
+    with the keys of blocks whose read has not ended by its deadline. ``encryption`` knows whose keys were destroyed;
+    ``own`` is the name of the store that asks.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        trust: PeerTrust,
+        *,
+        connections: int = 2,
+        timeout: float = 2.0,
+        encryption: Encryption = OPEN,
+        late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
+        own: bytes = b"",
+        clock: Clock | None = None,
+    ) -> None:
+        self.address = address
+        self._encryption = encryption
+        self._late = late
+        self._clock = clock or SystemClock()
+        self._counters = TierCounters()
+        self._absent: dict[BlockKey, float] = {}
+        self._dropped: dict[BlockKey, None] = {}
+        self._away_until = 0.0
+        self._own = False
+        self._said = ""
+        """The last failure that was logged: each is logged once in a row."""
+        self._calls = SerialExecutor("kvtide-peer-start")
+        self.call_soon = self._calls.put
+        """Run a function on a thread that no other node can block."""
+        self._watchdog = Watchdog(timeout)
+        self._workers = [
+            _Worker(PeerLink(address, trust, timeout, self._watchdog, own), Packer("raw", OPEN))
+            for _ in range(connections + 1)
+        ]
+        self._jobs: list[Jobs[_Worker]] = []
+        forks.tell(self)
+        try:
+            for name, workers in (("peer-find", self._workers[:1]), ("peer", self._workers[1:])):
+                self._jobs.append(Jobs(name, workers, _GRACE * timeout, self._no_answer, self._clock))
+        except BaseException:
+            self.close()
+            raise
+        self._finding, self._reading = self._jobs
+
+    def __repr__(self) -> str:
+        return f"<PeerTier at {self.address}{', which is away' if self.away else ''}>"
+
+    @property
+    def away(self) -> bool:
+        """Whether the node is not asked now: it was not reached a moment ago, or the address is this process's own."""
+        return self._own or time.monotonic() < self._away_until
+
+    # -- the contract of a tier ---------------------------------------------------------------------------
+
+    def read(self, batch: Sequence[Read], done: ReadDone) -> None:
+        def finish(sizes: list[int]) -> None:
+            if total := bytes_read(sizes):
+                self._counters.count_bytes(read=total)
+            done(read_results(sizes))
+
+        def late(items: Sequence[Read]) -> None:
+            self._late([item.key for item in items])
+
+        credit = self._workers[1].link.credit
+        most = max(1, min(credit.blocks, credit.nbytes // max([1, *(len(item.span) for item in batch)])))
+        self._reading.submit(Batch("read", batch, self._read, size_for(OSError()), finish, late), most)
+
+    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
+        """Nothing is ever written."""
+        done([NOWHERE] * len(batch))
+
+    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
+        """Do not fetch these blocks again. The other node keeps them."""
+        for key, _ in items:
+            self._dropped[key] = None
+        while len(self._dropped) > _REMEMBERED:
+            with suppress(KeyError, StopIteration, RuntimeError):  # another thread does the same
+                del self._dropped[next(iter(self._dropped))]
+        done([True] * len(items))
+
+    def evict(self, key: BlockKey, place: int) -> None:
+        """Does nothing: the place is the other node's."""
+
+    def scan(self) -> Iterator[Held]:
+        """Nothing: blocks are found by looking them up."""
+        return iter(())
+
+    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        """Does nothing: the other node's blocks have no owner here."""
+
+    def statistics(self) -> TierStatistics:
+        # No errors in a row: a node that is away is no failed tier of this one.
+        counters = self._counters
+        with counters.lock:
+            return TierStatistics(
+                blocks=0,
+                bytes_used=0,
+                bytes_taken=0,
+                budget=0,
+                bytes_read=counters.read,
+                failed_reads=counters.failures["read"],
+                reasons=tuple(sorted(counters.reasons.items())),
+            )
+
+    def close(self) -> None:
+        self._calls.close(1.0)
+        for jobs in self._jobs:
+            jobs.close()
+        for worker in self._workers:
+            worker.link.close()
+        self._watchdog.close()
+
+    def forked(self) -> None:
+        for worker in self._workers:
+            worker.link.forked()
+
+    # -- finding blocks -----------------------------------------------------------------------------------
+
+    def find(self, options: Sequence[Wish], done: Callable[[Sequence[FoundBlock | None]], None]) -> None:
+        """See ``tiers.base.Searched``."""
+        nothing: list[FoundBlock | None] = [None] * len(options)
+
+        def finish(results: list[list[FoundBlock | None]]) -> None:
+            done(results[0])
+
+        if self.away:
+            done(nothing)
+        else:  # all in one job: a lookup is one round trip
+            self._finding.submit(Batch("find", [options], self._find, nothing, finish))
+
+    def absent(self, key: BlockKey, who: Identity) -> bool:
+        """See ``tiers.base.Searched``."""
+        return self.away or key in self._dropped or self._absent.get(key, 0.0) > self._clock.monotonic()
+
+    def _miss(self, keys: Sequence[BlockKey]) -> None:
+        if len(self._absent) + len(keys) >= _REMEMBERED:
+            self._absent.clear()
+        self._absent.update(dict.fromkeys(keys, self._clock.monotonic() + _ABSENT))
+
+    # -- the threads --------------------------------------------------------------------------------------
+
+    def _find(self, run: Sequence[Sequence[Wish]], worker: _Worker) -> list[list[FoundBlock | None]]:
+        (options,) = run
+        found: list[FoundBlock | None] = [None] * len(options)
+        start = 0
+        while start < len(options):  # blocks of one identity follow each other
+            who = options[start][1]
+            stop = start + worker.link.credit.keys
+            keys = [key for key, _ in itertools.takewhile(functools.partial(_is_of, who), options[start:stop])]
+            try:
+                self._check(who)
+                self._enter(found, start, keys, worker.link.locate(who, keys))
+            except Exception as e:  # noqa: BLE001 - see TierCounters
+                self._failed("find", e, len(keys))
+            start += len(keys)
+        if None in found:
+            self._miss([key for (key, _), one in zip(options, found, strict=True) if one is None])
+        return [found]
+
+    def _enter(
+        self, found: list[FoundBlock | None], start: int, keys: Sequence[BlockKey], located: LocatedBlocks
+    ) -> None:
+        """Enter what the node says of these blocks into the results, from ``start`` on."""
+        hits = np.flatnonzero(located.presence == Presence.HIT).tolist()
+        mine = keys if len(hits) == len(keys) else [keys[i] for i in hits]
+        columns = (
+            _places(mine),
+            [located.parents[i : i + DIGEST] for i in range(0, len(located.parents), DIGEST)],
+            located.depths.tolist(),
+            located.expiries.tolist(),
+            located.priorities.tolist(),
+        )
+        blocks = map(FoundBlock, *columns)
+        if not self._dropped and len(hits) == len(keys):
+            found[start : start + len(keys)] = blocks
+            return
+        for i, key, block in zip(hits, mine, blocks, strict=True):
+            if key not in self._dropped:
+                found[start + i] = block
+
+    def _read(self, run: Sequence[Read], worker: _Worker) -> list[int]:
+        """For each the bytes read and verified, or ``size_for`` what failed."""
+        sizes = [size_for(OSError())] * len(run)
+        wanted: dict[Identity, list[int]] = {}
+        for i, item in enumerate(run):
+            wanted.setdefault(item.identity, []).append(i)
+        for who, numbers in wanted.items():
+            try:
+                if self.away:
+                    raise OSError(errno.EHOSTDOWN, "the node is away")
+                self._check(who)
+                for some in self._within(worker.link.credit, [(i, len(run[i].span)) for i in numbers]):
+                    for i, size in zip(some, self._read_some([run[i] for i in some], worker), strict=True):
+                        sizes[i] = size
+            except Exception as e:  # noqa: BLE001 - see TierCounters
+                self._failed("read", e, len(numbers))
+                for i in numbers:
+                    sizes[i] = size_for(e)
+        return sizes
+
+    @staticmethod
+    def _within(credit: RequestCredit, items: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+        """Divide items, of that many bytes each, into requests."""
+        some: list[int] = []
+        nbytes = 0
+        for number, size in items:
+            if some and (len(some) == credit.blocks or nbytes + size > credit.nbytes):
+                yield some
+                some, nbytes = [], 0
+            some.append(number)
+            nbytes += size
+        if some:
+            yield some
+
+    def _read_some(self, items: Sequence[Read], worker: _Worker) -> list[int]:
+        """Read blocks of one identity with one request. Raises OSError."""
+        first = usual_header(items[0])
+        pages = worker.packer.header.get(first * len(items))
+        starts = [pages[i : i + first] for i in range(0, first * len(items), first)]
+        geometry = items[0].identity.geometry
+        wanted: list[WantedBlock] = []
+        good: list[int] = []
+        sizes = [0] * len(items)
+        for i, (item, start) in enumerate(zip(items, starts, strict=True)):
+            if item.key in self._dropped or not item.wanted:
+                self._counters.failed("read", Rejected(Reason.GONE))
+                continue
+            payload = item.span[: len(item.wanted) * geometry.stride]
+            wanted.append(WantedBlock(item.key, item.sections, start, payload))
+            good.append(i)
+        if not wanted:
+            return sizes
+        answers = worker.link.read(items[0].identity, wanted)
+        for i, block, presence in zip(good, wanted, answers, strict=True):
+            try:
+                if presence is Presence.BUSY:
+                    raise OSError(errno.EBUSY, "the node is busy")
+                if presence is Presence.MISS:
+                    raise Rejected(Reason.GONE)
+                sizes[i] = self._verified(items[i], block, worker.packer)
+            except Exception as e:  # noqa: BLE001 - see TierCounters
+                self._counters.failed("read", e)
+                if isinstance(e, Rejected):
+                    self._miss([items[i].key])
+                sizes[i] = size_for(e)
+        return sizes
+
+    def _verified(self, item: Read, block: WantedBlock, packer: Packer) -> int:
+        """Check a record; returns its bytes. Raises Rejected."""
+        start, payload = block.header, block.payload
+        if start[12] & FLAG_SEALED or bytes(start[_CODEC]) != b"\0\0":
+            raise Rejected(Reason.CORRUPT_HEADER)  # a node sends blocks as they are
+
+        def fetch(into: Sequence[Span], offset: int) -> int:
+            # The sections that were wanted have arrived already, where they are wanted; nothing else has.
+            return len(payload) if item.sections is not None and len(into[0]) == len(payload) and offset else 0
+
+        got = len(start) + (len(payload) if item.sections is None else 0)
+        room = len(start) + item.identity.geometry.footprint
+        return packer.unpack(item, _SEQUENCE, start, got, room, fetch)
+
+    def _check(self, who: Identity) -> None:
+        """Raises Rejected for a tenant whose key was destroyed."""
+        self._encryption.new(who.tenant)
+
+    def _failed(self, verb: str, e: Exception, count: int) -> None:
+        self._counters.failed(verb, e, count)
+        if isinstance(e, OwnAddress):
+            if not self._own:
+                log.info("%s is this node's own address; it is not asked", self.address)
+            self._own = True
+        elif isinstance(e, OSError) and e.errno != errno.EHOSTDOWN:
+            self._away_until = time.monotonic() + _PAUSE
+            reason = e.strerror or str(e) or type(e).__name__
+            if reason != self._said:
+                self._said = reason
+                warn = log.error if isinstance(e, PeerViolation) else log.warning
+                warn(
+                    "the node at %s is left alone for a moment, again and again while it lasts: %s",
+                    self.address,
+                    reason,
+                )
+
+    def _no_answer(self, verb: str, count: int) -> None:
+        self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
+
+
+def _is_of(who: Identity, wish: Wish) -> bool:
+    return wish[1] is who
+
+
+def _places(keys: Sequence[BlockKey]) -> list[int]:
+    """The places of blocks: for a key the same number always, which means only that the block was found once."""
+    starts = np.frombuffer(b"".join([key[:8] for key in keys]), "<i8")
+    places: list[int] = (starts & np.iinfo(np.int64).max).tolist()
+    return places

@@ -1,0 +1,159 @@
+"""Stores that serve and read each other's blocks, and a proxy between them that does harm."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvtide import config as configuration
+from kvtide.peers.server import PeerServer
+from kvtide.store.store import Store
+
+__all__ = ["Proxy", "Stores", "token"]
+
+
+def token(folder: Path, name: str = "token", text: str = "a secret that all the nodes know: 0123456789") -> str:
+    """A file with a secret."""
+    file = folder / name
+    file.write_text(text)
+    file.chmod(0o600)
+    return str(file)
+
+
+class Stores:
+    """Opens stores, and closes them at the end of its ``with``."""
+
+    def __init__(self, folder: Path, **peers: Any) -> None:
+        self._folder = folder
+        self.peers = {"token_file": token(folder), "timeout": 5.0, **peers}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Stores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def store(self, *addresses: str, listen: bool = False, clock: Any = None, **settings: Any) -> Store:
+        """A store that reads from these addresses."""
+        settings.setdefault("dram", {"budget": "16MiB", "segment": "1MiB"})
+        peers = {**self.peers, "addresses": " ".join(addresses), "listen": "127.0.0.1:0" if listen else ""}
+        peers |= settings.pop("peers", {})
+        store = Store(configuration.read(None, env={}, peers=peers, **settings), clock=clock)
+        self._stack.callback(store.close)
+        return store
+
+    def serving(self, *addresses: str, **settings: Any) -> tuple[Store, PeerServer]:
+        """A store that also serves its blocks."""
+        store = self.store(*addresses, listen=True, **settings)
+        server = PeerServer(store)
+        self._stack.callback(server.close)
+        return store, server
+
+    def proxy(self, server: PeerServer) -> Proxy:
+        return self._stack.enter_context(contextlib.closing(Proxy(server.address)))
+
+
+class Proxy:
+    """Passes bytes between askers and one server, and changes what the server says.
+
+    ``allowed`` bytes of the server pass, on all connections together; then ``then`` happens: "pass" on, "cut" the
+    connection, "freeze" (nothing more comes, and the connection stays), or "flip" one bit and pass on.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.passed = 0
+        """Bytes of the server that have passed."""
+        self._lock = threading.Lock()
+        self._allowed = 1 << 60
+        self._then = "pass"
+        self._chunk = 1 << 16
+        self._pause = 0.0
+        self._stop = threading.Event()
+        self._sockets: set[socket.socket] = set()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def harm(self, allowed: int, then: str) -> None:
+        """After ``allowed`` more bytes of the server."""
+        with self._lock:
+            self._allowed, self._then = self.passed + allowed, then
+
+    def slow(self, chunk: int, pause: float) -> None:
+        """Pass on so many bytes at a time, with pauses."""
+        self._chunk, self._pause = chunk, pause
+
+    def cut(self) -> None:
+        """End all connections."""
+        with self._lock:
+            sockets = list(self._sockets)
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while not self._stop.is_set():
+            try:
+                asker, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:
+                asker.close()
+                continue
+            with self._lock:
+                self._sockets |= {asker, server}
+            for do in (self._ask, self._answer):
+                thread = threading.Thread(target=do, args=(asker, server), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _ask(self, asker: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := asker.recv(1 << 16):
+                server.sendall(data)
+        self._end(asker, server)
+
+    def _answer(self, asker: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(self._chunk):
+                with self._lock:
+                    left = self._allowed - self.passed
+                    self.passed += len(data)
+                    over, then = left < len(data), self._then
+                    if over and then == "flip":
+                        data = data[: max(0, left)] + bytes([data[max(0, left)] ^ 16]) + data[max(0, left) + 1 :]
+                        self._allowed = 1 << 60
+                if over and then in ("cut", "freeze"):
+                    asker.sendall(data[: max(0, left)])
+                    if then == "freeze":
+                        self._stop.wait()
+                    break
+                self._stop.wait(self._pause) if self._pause else None
+                asker.sendall(data)
+        self._end(asker, server)
+
+    def _end(self, *sockets: socket.socket) -> None:
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in list(self._threads):
+            thread.join()
+        for sock in self._sockets:
+            sock.close()

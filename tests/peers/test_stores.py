@@ -1,0 +1,455 @@
+"""What one node has, another reads: every byte is checked, and whatever is not as it should be is a miss."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide import Layout, Model, Session, Store
+from kvtide.block import Group, Kind
+from kvtide.counts import TierCount
+from kvtide.peers.server import PeerServer
+from kvtide.testing.blocks import content, identity
+from kvtide.testing.clock import FakeClock
+from kvtide.testing.interface import (
+    HYBRID,
+    MODEL,
+    OTHER_TENANT,
+    PADDED,
+    PLAIN,
+    SIZE,
+    data,
+    everything,
+    held,
+    length,
+    prompt,
+    until,
+)
+from kvtide.testing.servers import free_ports
+from kvtide.tiers.format.reason import Reason
+from kvtide.tiers.peers.greeting import ask_in
+from kvtide.tiers.peers.protocol import ALL, IDENTITY, ITEM, REQUEST, Operation, pack_identity
+from kvtide.tiers.peers.trust import PeerTrust
+from tests.peers.nodes import Stores
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Stores]:
+    with Stores(tmp_path) as stores:
+        yield stores
+
+
+def keep(session: Session, tokens: list[int]) -> None:
+    session.store(tokens, data(PLAIN, tokens))
+
+
+def name(address: str) -> str:
+    return f"peer {address}"
+
+
+def read_from(store: Store, address: str) -> int:
+    """Blocks that a store has read from a node."""
+    return store.statistics().counts.get(TierCount.BLOCKS_READ.of(name(address)), 0)
+
+
+# -- hits -------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_computed_is_a_hit_on_the_other(stores: Stores) -> None:
+    long = prompt(*range(70))
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, long)
+        assert length(second, long) == len(long)
+        assert read_from(two, server.address) == 70
+        assert length(second, long) == len(long)
+        assert read_from(two, server.address) == 70, "the second time it is in memory"
+        assert length(second, prompt(5)) == 0
+    assert held(one) == held(two) == 0
+    until(lambda: server.statistics().bytes_held == 0)
+    assert server.statistics().blocks_sent == 70
+    assert server.statistics().bytes_sent == 70 * PLAIN.geometry["full"].footprint
+
+
+def test_a_prompt_longer_than_one_lookup(stores: Stores) -> None:
+    long = prompt(*range(1100))
+    settings: dict[str, Any] = {"dram": {"budget": "64MiB", "segment": "4MiB"}}
+    one, server = stores.serving(**settings)
+    two = stores.store(server.address, **settings)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, long)
+        until(lambda: second.match(long).tokens == len(long))
+        assert server.statistics().requests <= 4, "so many blocks are looked up together"
+        assert length(second, long) == len(long)
+
+
+@pytest.mark.parametrize("layout", [PLAIN, PADDED, HYBRID], ids=["plain", "padded", "hybrid"])
+def test_blocks_of_every_shape(stores: Stores, layout: Layout) -> None:
+    tokens, model = prompt(*range(6)), Model(layout, "given:shapes")
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    with one.session(model) as first, two.session(model) as second:
+        first.store(tokens, everything(layout, tokens))
+        assert length(second, tokens) == len(tokens)
+
+
+def test_blocks_larger_than_the_credit_are_read_one_by_one(stores: Stores) -> None:
+    layout = Layout((Group("full", Kind.FULL, 4, 8, 128, "float32", page=SIZE),), block_tokens=1024)
+    assert layout.geometry["full"].footprint > 8 << 20
+    model, tokens = Model(layout, "given:large"), [1] * 2048
+    settings: dict[str, Any] = {"dram": {"budget": "160MiB", "segment": "80MiB"}}
+    one, server = stores.serving(**settings)
+    two = stores.store(server.address, **settings)
+    blocks = [content(bytes([n]), layout.geometry["full"].nbytes) for n in range(2)]
+    with one.session(model) as first, two.session(model) as second:
+        first.store(tokens, blocks)
+        with second.match(tokens, wait=30) as match:
+            loaded = second.load(match).wait(60)
+            assert loaded.tokens == len(tokens)
+            assert all(bytes(view) == bytes(block) for view, block in zip(loaded.views["full"], blocks, strict=True))
+
+
+def test_blocks_on_the_other_nodes_disk(stores: Stores, tmp_path: Path) -> None:
+    tokens = prompt(*range(40))
+    disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "8MiB", "store": "through"}
+    one, server = stores.serving(nvme=disk, dram={"budget": "1MiB", "segment": "1MiB"})
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        for n in range(0, 40, 8):
+            keep(first, tokens[: (n + 8) * SIZE])
+            assert one.flush(30).complete
+        in_dram = one.statistics().tiers["dram"].blocks
+        assert in_dram < 40 == one.statistics().tiers["nvme"].blocks
+        assert length(second, tokens) == len(tokens)
+    assert read_from(two, server.address) == 40
+    assert one.statistics().tiers["dram"].blocks == in_dram, "a read for another node evicts nothing here"
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_an_encrypted_or_compressed_disk_is_sent_as_blocks(stores: Stores, tmp_path: Path, codec: str) -> None:
+    tokens = prompt(*range(8))
+    disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "8MiB", "store": "through", "codec": codec}
+    with stores.store(nvme=disk) as before, before.session(MODEL) as session:
+        keep(session, tokens)
+        assert before.flush(30).complete
+    one, server = stores.serving(nvme=disk)
+    two = stores.store(server.address)
+    assert one.statistics().tiers["dram"].blocks == 0
+    with two.session(MODEL) as second:
+        assert length(second, tokens) == len(tokens)
+
+
+def test_three_nodes_read_from_each_other(stores: Stores) -> None:
+    """Each has every third block of a prompt, and the first part of another."""
+    one, first = stores.serving()
+    two, second = stores.serving(first.address)
+    three = stores.store(first.address, second.address)
+    with one.session(MODEL) as a, two.session(MODEL) as b, three.session(MODEL) as c:
+        keep(a, prompt(1, 2, 3))
+        keep(b, prompt(5, 6))
+        assert length(c, prompt(1, 2, 3)) == 3 * SIZE
+        assert length(c, prompt(5, 6)) == 2 * SIZE
+        assert length(b, prompt(1, 2, 3)) == 3 * SIZE
+    counts = three.statistics().counts
+    assert counts[TierCount.BLOCKS_READ.of(name(first.address))] == 3
+    assert counts[TierCount.BLOCKS_READ.of(name(second.address))] == 2
+
+
+def test_a_node_answers_from_what_it_has_and_asks_nobody(stores: Stores) -> None:
+    """One asks two, which asks one: a question must not go round."""
+    proxied, first = stores.serving()
+    two, second = stores.serving(first.address)
+    one = stores.store(second.address)
+    with proxied.session(MODEL) as a, two.session(MODEL) as b, one.session(MODEL) as c:
+        keep(a, prompt(1))
+        with c.match(prompt(1), wait=30) as match:
+            assert (match.tokens, match.pending) == (0, False)
+        assert first.statistics().requests == 0
+        with b.match(prompt(1), wait=30) as match:  # known to the second, and not loaded
+            assert match.tokens == SIZE
+        with c.match(prompt(1, 2), wait=30) as match:
+            assert match.tokens == 0
+
+
+def test_the_same_list_of_addresses_for_all(stores: Stores) -> None:
+    """A node that finds its own address in the list does not ask itself."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    both = [stores.store(*addresses, peers={"listen": address}) for address in addresses]
+    servers = [PeerServer(store) for store in both]
+    try:
+        with both[0].session(MODEL) as first, both[1].session(MODEL) as second:
+            keep(first, prompt(1, 2))
+            assert length(second, prompt(1, 2)) == 2 * SIZE
+            assert length(first, prompt(7)) == 0
+            assert length(first, prompt(8)) == 0
+        assert servers[0].statistics().blocks_sent == 2
+        assert all(not server.statistics().closed for server in servers)
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_equal_reads_of_two_sessions_join(stores: Stores) -> None:
+    tokens = prompt(*range(32))
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as a, two.session(MODEL) as b:
+        keep(first, tokens)
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(lambda session: length(session, tokens), (a, b))) == [len(tokens)] * 2
+    assert read_from(two, server.address) == 32
+
+
+# -- misses -----------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_no_node_has_is_asked_for_once(stores: Stores) -> None:
+    _, server = stores.serving()
+    two = stores.store(server.address)
+    with two.session(MODEL) as session:
+        with session.match(prompt(1), wait=30) as match:
+            assert not match.pending
+        for _ in range(5):
+            with session.match(prompt(1)) as match:
+                assert (match.tokens, match.pending) == (0, False)
+    assert server.statistics().requests == 1
+
+
+def test_what_the_other_has_lost_is_a_miss_and_is_computed_again(stores: Stores) -> None:
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1, 2))
+        with second.match(prompt(1, 2), wait=30) as match:
+            assert match.tokens == 2 * SIZE
+            first.drop(prompt(1, 2))
+            assert second.load(match).wait(30).tokens == 0
+        keep(second, prompt(1, 2))
+        assert length(second, prompt(1, 2)) == 2 * SIZE
+
+
+def test_a_block_that_a_node_has_is_stored_here_all_the_same(stores: Stores) -> None:
+    """An engine that computed it rather than load it wants it here: the other node may go away."""
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1, 2))
+        with second.match(prompt(1, 2), wait=30) as match:
+            assert match.tokens == 2 * SIZE
+        keep(second, prompt(1, 2))
+        assert two.statistics().tiers["dram"].blocks == 2
+        server.close()
+        assert length(second, prompt(1, 2)) == 2 * SIZE
+
+
+def test_a_peer_does_not_count_as_written(stores: Stores, tmp_path: Path) -> None:
+    """What only another node has is not safe: it is written to this node's own disk as if nobody had it."""
+    disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "8MiB", "store": "eviction"}
+    one, server = stores.serving()
+    with one.session(MODEL) as first:
+        keep(first, prompt(1, 2))
+        with stores.store(server.address, nvme=disk) as two:
+            with two.session(MODEL) as second:
+                assert length(second, prompt(1, 2)) == 2 * SIZE
+            assert two.flush(30).written == 0
+        server.close()
+    with stores.store(nvme=disk) as again, again.session(MODEL) as session:
+        assert length(session, prompt(1, 2)) == 2 * SIZE
+
+
+def test_what_is_dropped_here_is_not_fetched_again(stores: Stores) -> None:
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1, 2))
+        assert length(second, prompt(1, 2)) == 2 * SIZE
+        second.drop(prompt(1, 2))
+        assert length(second, prompt(1, 2)) == 0
+        assert length(first, prompt(1, 2)) == 2 * SIZE, "the other node keeps it"
+        keep(second, prompt(1, 2))
+        assert length(second, prompt(1, 2)) == 2 * SIZE
+
+
+def test_a_block_lives_no_longer_than_its_writer_said(stores: Stores) -> None:
+    clock = FakeClock()
+    one, server = stores.serving(clock=clock)
+    two = stores.store(server.address, clock=clock)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        first.store(prompt(1), data(PLAIN, prompt(1)), ttl=100)
+        assert length(second, prompt(1)) == SIZE
+        clock.advance(101)
+        assert length(second, prompt(1)) == 0
+
+
+def test_another_model_or_tenant_gets_nothing(stores: Stores) -> None:
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    tokens = prompt(1, 2)
+    with one.session(MODEL) as first:
+        keep(first, tokens)
+        for model, tenant in ((Model(PLAIN, "given:other"), None), (MODEL, OTHER_TENANT)):
+            with two.session(model, *([tenant] if tenant else [])) as other:
+                assert length(other, tokens) == 0
+        with two.session(MODEL) as second:
+            assert length(second, tokens) == len(tokens)
+    with one.session(MODEL, OTHER_TENANT) as first, two.session(MODEL, OTHER_TENANT) as second:
+        first.store(tokens, data(PLAIN, tokens))
+        until(lambda: length(second, tokens) == len(tokens))  # that it was absent is remembered for a moment
+
+
+def test_a_node_that_is_not_there_costs_nothing(stores: Stores) -> None:
+    one, server = stores.serving()
+    server.close()
+    two = stores.store(server.address, peers={"timeout": 30.0})
+    with two.session(MODEL) as session:
+        began = time.monotonic()
+        for n in range(20):
+            assert length(session, prompt(n)) == 0
+        assert time.monotonic() - began < 20, "no deadline passed"
+        reasons = dict(two.statistics().tiers[name(server.address)].reasons)
+        assert sum(reasons.values()) <= 3, "it is left alone"
+    assert not two.statistics().tiers[name(server.address)].failed
+    assert one.statistics().held == 0
+
+
+# -- a proxy that does harm -------------------------------------------------------------------------------------
+
+
+def whole(session: Session, tokens: list[int]) -> bool:
+    return length(session, tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("then", ["cut", "flip", "freeze"])
+def test_harm_at_any_byte_is_a_miss_and_never_wrong_bytes(stores: Stores, then: str) -> None:
+    """The answer to a lookup, then records: the harm comes at a byte of the head, of headers, and of payloads."""
+    one, server = stores.serving()
+    footprint = PLAIN.geometry["full"].footprint
+    # in the greeting, the answer to the lookup, the head of the answer to the read, a header and two payloads
+    places = [5, 115, 140, 500, 4400 + footprint, 3 * footprint]
+    for n, place in enumerate(places):
+        tokens = prompt(*range(100 * n, 100 * n + 4))
+        proxy = stores.proxy(server)
+        with one.session(MODEL) as first, stores.store(proxy.address, peers={"timeout": 0.3}) as two:
+            keep(first, tokens)
+            with two.session(MODEL) as second:
+                proxy.harm(place, then)
+                began = time.monotonic()
+                length(second, tokens)
+                assert time.monotonic() - began < 20
+                proxy.cut()
+                proxy.harm(1 << 60, "pass")
+                until(functools.partial(whole, second, tokens))
+            assert held(two) == 0
+    assert held(one) == 0
+    until(lambda: server.statistics().bytes_held == 0)
+
+
+def test_a_flipped_bit_in_a_block_is_counted(stores: Stores) -> None:
+    one, server = stores.serving()
+    proxy = stores.proxy(server)
+    two = stores.store(proxy.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1))
+        with second.match(prompt(1), wait=30) as match:
+            assert match.tokens == SIZE
+            proxy.harm(112 + 32 + 4096 + 10_000, "flip")
+            assert second.load(match).wait(30).tokens == 0
+        reasons = dict(two.statistics().tiers[name(proxy.address)].reasons)
+        assert reasons == {Reason.CORRUPT_PAYLOAD.value: 1}
+
+
+def test_a_slow_node_is_slow_and_right(stores: Stores) -> None:
+    one, server = stores.serving()
+    proxy = stores.proxy(server)
+    proxy.slow(20_000, 0.002)
+    two = stores.store(proxy.address, peers={"timeout": 30.0})
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1, 2, 3))
+        assert length(second, prompt(1, 2, 3)) == 3 * SIZE
+
+
+def test_a_hung_node_costs_one_deadline(stores: Stores) -> None:
+    one, server = stores.serving()
+    proxy = stores.proxy(server)
+    two = stores.store(proxy.address, peers={"timeout": 0.5})
+    tokens = prompt(*range(64))
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, tokens)
+        with second.match(tokens, wait=30) as match:
+            assert match.tokens == len(tokens)
+            proxy.harm(0, "freeze")
+            began = time.monotonic()
+            second.load(match).wait(60)
+            assert time.monotonic() - began < 10
+        began = time.monotonic()
+        for n in range(100, 200):  # while it hangs nobody waits for it
+            with second.match(prompt(n)) as match:
+                assert match.tokens == 0
+        assert time.monotonic() - began < 5
+        store_and_load(second)
+    assert held(two) == 0
+
+
+def store_and_load(session: Session) -> None:
+    """The store itself works."""
+    keep(session, prompt(1000, 1001))
+    assert length(session, prompt(1000, 1001)) == 2 * SIZE
+
+
+# -- a reader that does harm ------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_stops_reading_loses_its_lease(stores: Stores) -> None:
+    """It asks for more than the kernel's buffers hold, and takes nothing."""
+    layout = Layout((Group("full", Kind.FULL, 4, 8, 128, "float32", page=SIZE),), block_tokens=512)
+    model, tokens = Model(layout, "given:large"), [1] * 512 * 4
+    one, server = stores.serving(dram={"budget": "256MiB", "segment": "64MiB"}, peers={"timeout": 0.5})
+    nbytes = layout.geometry["full"].nbytes
+    with one.session(model) as first:
+        first.store(tokens, [content(bytes([n]), nbytes) for n in range(4)])
+        who = identity(layout, weights="given:large")
+        digests = first.chain(tokens).digests
+        trust = PeerTrust(one.config.peers, one.config.security)
+        connections = []
+        for number in range(4):
+            connection = trust.transport.connect(server.address, 5)
+            connections.append(connection)
+            connection.begin()
+            ask_in(connection, trust.secret())
+            body = pack_identity(who) + ITEM.pack(digests[number], 0, ALL)
+            assert len(body) == IDENTITY.size + ITEM.size
+            connection.send([REQUEST.pack(Operation.READ, 0, 1, len(body), 1), body])
+        until(lambda: server.statistics().bytes_held > 0)
+        assert one.statistics().held > 0
+        assert server.statistics().bytes_held <= 32 << 20, "an eighth of the budget, whatever others ask for"
+        until(lambda: server.statistics().closed.get("too slow", 0) + server.statistics().blocks_refused >= 4)
+        until(lambda: one.statistics().held == server.statistics().bytes_held == 0)
+        for connection in connections:
+            connection.close()
+        assert first.drop(tokens) == 4
+        until(lambda: server.statistics().connections == 0)
+
+
+def test_serving_ends_at_once_whatever_askers_do(stores: Stores) -> None:
+    threads = threading.active_count()
+    one, server = stores.serving(peers={"timeout": 30.0})
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1))
+        assert length(second, prompt(1)) == SIZE
+        began = time.monotonic()
+        server.close()
+        server.close()
+        assert time.monotonic() - began < 10
+        assert length(second, prompt(2)) == 0
+    two.close()
+    one.close()
+    until(lambda: threading.active_count() == threads)

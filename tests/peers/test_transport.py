@@ -1,0 +1,93 @@
+"""Every transport between nodes, under the one contract."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtide import config as configuration
+from kvtide.testing.transport import TransportContract
+from kvtide.tiers.peers.tcp import Tcp
+from kvtide.tiers.peers.transport import PeerConnection, PeerTransport
+from kvtide.tiers.peers.trust import PeerTrust
+from tests.node.certificates import Authority
+
+
+class TestTcp(TransportContract):
+    def make(self, folder: Path) -> PeerTransport:
+        return Tcp()
+
+
+class TestTls(TransportContract):
+    encrypted = True
+
+    def make(self, folder: Path) -> PeerTransport:
+        authority = Authority(folder)
+        return tls(authority, authority.issue("host7"), "host7")
+
+
+def tls(authority: Authority, certificate: Path, names: str) -> PeerTransport:
+    settings = configuration.read(
+        None,
+        env={},
+        peers={
+            "listen": "x",
+            "certificate": str(certificate),
+            "authority": str(authority.file),
+            "names": names,
+        },
+    )
+    return PeerTrust(settings.peers, settings.security).transport
+
+
+@pytest.mark.parametrize("stranger", ["another authority", "another name", "expired", "without TLS"])
+@pytest.mark.parametrize("side", ["asks", "serves"])
+def test_certificates_that_are_not_accepted(tmp_path: Path, stranger: str, side: str) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    good = tls(authority, authority.issue("host7"), "host7 host8")
+    bad: PeerTransport = Tcp()
+    if stranger == "another authority":
+        bad = tls(other, other.issue("host8"), "host7 host8")
+    elif stranger != "without TLS":
+        name = "prometheus" if stranger == "another name" else "host8"
+        bad = tls(authority, authority.issue(name, expired=stranger == "expired"), "host7 host8")
+    serves, asks = (good, bad) if side == "asks" else (bad, good)
+    listener = serves.listen("127.0.0.1:0")
+    failed: list[OSError] = []
+
+    def accept() -> None:
+        connection = listener.accept()
+        try:
+            connection.begin()
+            connection.receive([memoryview(bytearray(4))])
+            connection.send([b"pong"])
+        except OSError as e:
+            failed.append(e)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    connection = asks.connect(listener.address, 10)
+    try:
+        assert talk_fails(connection)
+    finally:
+        connection.close()
+        thread.join(30)
+        listener.close()
+    assert not thread.is_alive()
+    assert any(isinstance(e, ssl.SSLError | PermissionError | ConnectionError) for e in failed) or side == "serves"
+
+
+def talk_fails(connection: PeerConnection) -> bool:
+    """Whether a connection gets no answer."""
+    try:
+        connection.begin()
+        connection.send([b"ping" * 100])
+        connection.receive([memoryview(bytearray(4))])
+    except OSError:
+        return True
+    return False
