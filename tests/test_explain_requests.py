@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,10 +15,13 @@ import kvtide
 from kvtide import Explanation, Model, Session, Why
 from kvtide.index.absence_log import Absence
 from kvtide.index.keys import DEFAULT_TENANT, Chain
+from kvtide.node import protocol as p
+from kvtide.node import work_limits
 from kvtide.store.backend import LocalBackend
 from kvtide.store.explanation import ExplainedBlocks
 from kvtide.store.recent_requests import RANGES, RecentRequest, RecentRequests
 from kvtide.testing.clock import FakeClock
+from tests.node.raw import answer, dialled, greet
 from tests.node.serving import eventually
 from tests.plan.small import MODEL, keep, prompt
 from tests.test_explain import World, counted, opened
@@ -236,3 +240,40 @@ def test_requests_of_two_minutes_in_turns_are_counted_in_their_minutes() -> None
         recent.find(f"{number}", [1])
     assert recent.statistics().lately == {"never seen": 40}
     recent.close()
+
+
+# -- a node bounds its answers --------------------------------------------------------------------------------
+
+
+def asked(path: Path, operations: list[p.Operation]) -> list[object]:
+    """The answers to the operations after opening the tiny model."""
+    with dialled(path) as sock:
+        greet(sock)
+        assert answer(sock)[0] == "welcome"
+        opening = p.Open(p.describe(TINY.layout), 16, TINY.namespace(DEFAULT_TENANT), DEFAULT_TENANT.tag)
+        sock.sendall(p.frame(p.Request(1, [opening])))
+        (session,) = answer(sock)[1]
+        changed = [msgspec.structs.replace(o, session=session) if hasattr(o, "session") else o for o in operations]
+        sock.sendall(p.frame(p.Request(2, changed)))
+        answers: list[object] = answer(sock)[1]
+        return answers
+
+
+def test_the_models_and_explanations_of_one_request_are_bounded(tmp_path: Path) -> None:
+    world = World("node", tmp_path, explain={"memory": "16MiB"})
+    for number in range(32):
+        about = b"about %d" % number + bytes(15_000)
+        world.store.known_models.note(DEFAULT_TENANT.tag, b"", number.to_bytes(32), about)
+    with world.host.session(TINY) as session:
+        chain = alternating(world, session, 5000)
+        session.match(chain, request="long").release()
+        node = tmp_path / "node.sock"
+        models = asked(node, [p.Models(DEFAULT_TENANT.tag)] * 100)
+        explained = asked(node, [p.Explain(0, chain.joined)] * 100)
+        last = asked(node, [p.Explain(0, b"", request="long", past=True)] * 1000)
+    world.close()
+    for answers, least, most in ((models, 1, 10), (explained, 1, 60), (last, 10, 500)):
+        given = [found for found in answers if not isinstance(found, list)]
+        assert least <= len(given) <= most, "the others are refused"
+        assert len(msgspec.msgpack.encode(given)) <= 8 * work_limits.FRAME
+        assert "in a request of its own" in str(answers[-1])
