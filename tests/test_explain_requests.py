@@ -242,6 +242,26 @@ def test_requests_of_two_minutes_in_turns_are_counted_in_their_minutes() -> None
     recent.close()
 
 
+def test_explaining_does_not_change_which_models_are_known(opened: Opener) -> None:
+    world = opened()
+    with world.host.session(TINY) as tiny, world.host.session(MODEL) as session:
+        tiny.match(prompt(1)).release()
+        keep(session, 1)
+        before = world.store.known_models.of(DEFAULT_TENANT.tag, b"")
+        assert len(before) == 2
+        session.explain(prompt(1, 2))
+        assert world.store.known_models.of(DEFAULT_TENANT.tag, b"") == before
+
+
+def test_nothing_is_remembered_if_it_is_switched_off(opened: Opener) -> None:
+    world = opened(explain={"memory": 0})
+    with world.host.session(MODEL) as session:
+        keep(session, 1)
+        session.match(prompt(1, 2), request="one").release()
+        assert session.explain_request("one") is None
+        assert world.store.known_models.of(DEFAULT_TENANT.tag, b"") == []
+
+
 # -- a node bounds its answers --------------------------------------------------------------------------------
 
 

@@ -291,6 +291,13 @@ class LocalBackend:
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
         self._explainer = Explainer(partition, layout, self._identities, tenant)
+        self.first_use: Callable[[], object] | None = None
+        """Called at the first match or store; not when something is explained, which changes nothing."""
+
+    def _used(self) -> None:
+        if (call := self.first_use) is not None:
+            self.first_use = None
+            call()
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -305,6 +312,8 @@ class LocalBackend:
         room: int | None = None,
     ) -> LocalPrefixLease:
         """``room``: the most bytes that may be held, if less than all of DRAM."""
+        if self.first_use is not None:
+            self._used()
         room = self._budget if room is None else max(0, min(room, self._budget))
         if self.partition.prefetcher.wants_uses and not again:
             self.partition.prefetcher.used(self, names.blocks, names.parent)
@@ -425,6 +434,7 @@ class LocalBackend:
 
     def missed(self, names: BlockNames, tokens: int, request: str = "") -> None:
         """Count and record a prompt of ``tokens`` tokens as a match that found nothing."""
+        self._used()
         with self._index.lock:
             self._explainer.remember_miss(request, names.joined, tokens)
             self.partition.planner.count(Plan(0, 0.0, None), names.blocks, 0, self.layout.block_tokens)
@@ -564,6 +574,7 @@ class LocalBackend:
         wait: bool = True,
     ) -> Reservation:
         """``keep``: the most bytes of blocks before ``stop`` to hold for it. ``wait``: see ``Pipeline``."""
+        self._used()
         now = self.partition.sweep()
         expiry = now + (float("inf") if ttl is None else ttl)
         if now >= self._index.next_expiry:

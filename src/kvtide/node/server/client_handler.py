@@ -351,7 +351,9 @@ class ClientHandler:
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = ServerSession(backend, self._account, model)
         self._session_identities.update(backend.asker.values())
-        self._store.known_models.note(o.tenant, access.tag, o.namespace, o.model)
+        if self._store.config.explain.memory:
+            note = self._store.known_models.note
+            backend.first_use = partial(note, o.tenant, access.tag, o.namespace, o.model)
         return number
 
     def _close(self, o: p.Close) -> Iterator[p.Answer]:
