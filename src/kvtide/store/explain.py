@@ -30,8 +30,8 @@ _MOST = 2_000
 _CODE = {why: number for number, why in enumerate(_WHYS)}
 _OF_ABSENCE = np.array([_CODE[Why(absence.value)] if absence.value else 0 for absence in Absence], np.uint8)
 """The code of a block's reason, by the code of its record."""
-_WITH_TIER = [code for code, absence in enumerate(Absence) if absence in (Absence.EVICTED, Absence.LOAD_FAILED)]
-"""The codes of records whose tier is of interest."""
+_WITH_TIER = np.array([absence in (Absence.EVICTED, Absence.LOAD_FAILED) for absence in Absence])
+"""Whether the tier is of interest, by the code of a record."""
 _CAUSES, _FOR_WHOM = list(AbsenceCause), list(EvictedFor)
 _TICK = 0.0002
 """Seconds by which the times of records are inexact, at most."""
@@ -103,8 +103,9 @@ class _Columns:
     def _totals(self, tiers: Sequence[str]) -> ExplainedTotals:
         absent = np.flatnonzero(~_STORED[self.why])
         by_tier, by_reason = Counter[str](), Counter[str]()
-        pairs, counts = np.unique(self.why.astype(np.int64) << 8 | self.tier, return_counts=True)
-        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        counts = np.bincount(self.why.astype(np.int64) << 8 | self.tier)
+        pairs = np.flatnonzero(counts)
+        for pair, count in zip(pairs.tolist(), counts[pairs].tolist(), strict=True):
             some = ExplainedBlocks(0, 0, _WHYS[pair >> 8], tiers[pair & 255])
             if some.why is Why.HIT:
                 by_tier[some.tier] += count
@@ -247,7 +248,7 @@ def _why_absent(
         if source.past is not None and source.past.searched:
             why[:] = _CODE[Why.SEARCHED]
         when = np.where(known, records.times, np.nan)
-        tier = np.where(known & np.isin(records.codes, _WITH_TIER), 1 + records.tiers, 0)
+        tier = np.where(known & _WITH_TIER[records.codes], 1 + records.tiers, 0)
         if (expiry := source.expiry(group.name, mine, here)) is not None:
             expired = (here > 0) & (expiry <= source.now)
             why[expired], when[expired], tier[expired] = _CODE[Why.EXPIRED], expiry[expired], 0
