@@ -18,6 +18,7 @@ from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
 from kvtide.node.client.client import Client
 from kvtide.store.backend import LocalBackend
+from kvtide.store.recent_requests import RecentStatistics
 from kvtide.store.session import SessionHost
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
@@ -524,6 +525,13 @@ def test_what_happened_after_a_request_is_not_its_reason(opened: Opener) -> None
         assert found.blocks[0].why in (Why.NEVER_SEEN, Why.RECORD_OVERWRITTEN), "and not dropped"
 
 
+def counted(world: World) -> RecentStatistics:
+    """The statistics when the reasons of all requests so far are known."""
+    world.clock.advance(1)
+    eventually(lambda: not world.store.statistics().recent.waiting)
+    return world.store.statistics().recent
+
+
 def test_misses_are_counted_by_reason(opened: Opener) -> None:
     world = opened()
     with world.host.session(MODEL) as session:
@@ -534,7 +542,7 @@ def test_misses_are_counted_by_reason(opened: Opener) -> None:
         session.match(prompt(1, 2), again=True).release()
         session.match(prompt(1, 2), record=False).release()
         told(session, 1, 2)
-        recent = world.store.statistics().recent
+        recent = counted(world)
         assert recent.misses == recent.lately == {"dropped": 2, "never seen": 2}
         world.clock.advance(3600)
         recent = world.store.statistics().recent
@@ -547,7 +555,7 @@ def test_requests_take_bounded_memory(opened: Opener) -> None:
         for number in range(100):
             session.match(prompt(number), request=str(number)).release()
             if number % 5 == 0:
-                world.store.statistics()
+                counted(world)
         recent = world.store.statistics().recent
         assert 0 < recent.bytes <= recent.limit == 10_000
         assert recent.requests < 100
@@ -559,8 +567,7 @@ def test_the_thread_finds_out_the_reasons_by_itself(opened: Opener) -> None:
     world = opened()
     with world.host.session(MODEL) as session:
         session.match(prompt(1), request="one").release()
-        recent = world.store.recent_requests
-        eventually(lambda: recent._past)
+        assert counted(world).misses == {"never seen": 1}
 
 
 def test_forgetting_a_tenant_forgets_its_requests(opened: Opener) -> None:

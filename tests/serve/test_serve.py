@@ -211,6 +211,16 @@ def test_a_request_that_asks_is_told_why_its_blocks_were_hits_or_misses(served: 
         served.complete("x", extra_body={"kv_transfer_params": {"explain": 1}})
 
 
+def test_a_generation_is_not_lost_for_want_of_a_reason(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("of a newer node")
+
+    monkeypatch.setattr(served.attached, "explain_request", fails)
+    answer = served.complete("Of no reason", max_tokens=1, extra_body={"kv_transfer_params": {"explain": True}})
+    assert answer.choices[0].finish_reason
+    assert "kv_transfer_params" not in answer.model_extra
+
+
 # -- what is refused --------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,7 @@ time."""
 _OVERWRITTEN = 1 << _OVER
 _SAME, _OTHER = 1, 2
 """Positions in ``EvictedFor``."""
-_TICKS = 100
+_TICKS = 10_000
 """Of a record's time, per second."""
 
 

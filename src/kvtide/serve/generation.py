@@ -7,6 +7,7 @@ token later, and cannot stop the generation.) A prefill cannot be interrupted.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,7 @@ from kvtide.serve.text import Decoder, Stops
 
 __all__ = ["Answered", "Ask", "GenerationEngine", "Sampling"]
 
+log = logging.getLogger("kvtide.serve")
 
 _GREEDY = 1e-3
 """Lower temperatures mean greedy decoding: logits divided by them become infinite, and sampling from those breaks the
@@ -124,7 +126,13 @@ class GenerationEngine:
         return Answered(finish, len(ask.tokens), len(new), sum(report.cached), self._explained(ask))
 
     def _explained(self, ask: Ask) -> Mapping[str, object] | None:
-        found = self._attached.explain_request(ask.request, ask.tenant) if ask.explain else None
+        if not ask.explain:
+            return None
+        try:
+            found = self._attached.explain_request(ask.request, ask.tenant)
+        except Exception as e:  # noqa: BLE001 - the generation has succeeded: it is not lost for want of a reason
+            log.info("kvtide has no explanation for request %s: %s", ask.request, e)
+            return None
         return None if found is None else found.summary()
 
     def _choice(self, sampling: Sampling) -> dict[str, Any]:

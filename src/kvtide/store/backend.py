@@ -291,6 +291,13 @@ class LocalBackend:
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
         self._explainer = Explainer(partition, layout, self._identities, tenant)
+        self.first_use: Callable[[], object] | None = None
+        """Called at the first match or store; not when something is explained, which changes nothing."""
+
+    def _used(self) -> None:
+        if (call := self.first_use) is not None:
+            self.first_use = None
+            call()
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -305,16 +312,19 @@ class LocalBackend:
         room: int | None = None,
     ) -> LocalPrefixLease:
         """``room``: the most bytes that may be held, if less than all of DRAM."""
+        if self.first_use is not None:
+            self._used()
         room = self._budget if room is None else max(0, min(room, self._budget))
         if self.partition.prefetcher.wants_uses and not again:
             self.partition.prefetcher.used(self, names.blocks, names.parent)
         cost = self._prefill if prefill is None else cost_of(prefill)
-        asked = request if record and not again else None
+        # A request that is matched again, because more was pending, is remembered as it was found last.
+        asked = request if (record or request) and not again else None
         try:
             now = self.partition.sweep()
             with self._index.lock:
                 try:
-                    found = self._match(names, have, cost, room, now, again, asked)
+                    found = self._match(names, have, cost, room, now, again, asked, not record)
                 except BaseException:
                     self._pipeline.repair()
                     raise
@@ -342,8 +352,10 @@ class LocalBackend:
         now: float,
         again: bool,
         asked: str | None,
+        later: bool,
     ) -> LocalPrefixLease:
-        """``asked``: the engine's name of the request, if it is to be remembered."""
+        """``asked``: the engine's name of the request, if it is to be remembered; ``later``: if it was matched
+        before."""
         layout, index = self.layout, self._index
         if self._pipeline.abandoned:
             self._pipeline.reclaim()
@@ -353,7 +365,7 @@ class LocalBackend:
             resident = None if self._checked else self._prompt_cache.note(names.joined, rows, now)
         if resident is not None and (names.blocks - have) * self._footprint <= room:
             if asked:
-                self._explainer.remember_hits(asked, names.blocks, names.tokens, now, have)
+                self._explainer.remember_hits(asked, names.blocks, names.tokens, now, have, later)
             return self._all_here(names, resident, have, prefill, now, again)
         rows = resident.rows if resident is not None else rows
         whole = {name: index.usable(r, now) for name, r in rows.items()}
@@ -379,7 +391,8 @@ class LocalBackend:
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self.partition.planner.count(plan, names.blocks, have, layout.block_tokens, colder)
         if asked or (asked is not None and plan.blocks < names.blocks):
-            self._explainer.remember(asked, names.joined, names.tokens, rows, whole, usable, plan, now, ready, have)
+            found = names.joined, names.tokens, rows, whole, usable, plan, now, ready, have
+            self._explainer.remember(asked, *found, later, pending)
         return LocalPrefixLease(self, plan, have, part, lease, ready, pending)
 
     def _all_rows(self, names: BlockNames) -> dict[str, Rows]:
@@ -422,8 +435,9 @@ class LocalBackend:
 
     def missed(self, names: BlockNames, tokens: int, request: str = "") -> None:
         """Count and record a prompt of ``tokens`` tokens as a match that found nothing."""
-        self._explainer.remember_miss(request, names.joined, tokens)
+        self._used()
         with self._index.lock:
+            self._explainer.remember_miss(request, names.joined, tokens)
             self.partition.planner.count(Plan(0, 0.0, None), names.blocks, 0, self.layout.block_tokens)
         if self.partition.prefetcher.wants_uses:
             self.partition.prefetcher.used(self, names.blocks, names.parent)
@@ -449,7 +463,8 @@ class LocalBackend:
             usable = index.lengths(layout, rows, whole)
             queued = partition.read_bytes_queued
             plan = partition.planner.plan(layout, rows, usable, 0, cost, queued, self._budget, trials=False)
-            return explained(partition, layout, self._identities, names.joined, rows, whole, usable, plan, now)
+            build = explained(partition, layout, self._identities, names.joined, rows, whole, usable, plan, now)
+        return build()
 
     def explain_request(self, request: str) -> Explanation | None:
         return self._explainer.past(request)
@@ -560,6 +575,7 @@ class LocalBackend:
         wait: bool = True,
     ) -> Reservation:
         """``keep``: the most bytes of blocks before ``stop`` to hold for it. ``wait``: see ``Pipeline``."""
+        self._used()
         now = self.partition.sweep()
         expiry = now + (float("inf") if ttl is None else ttl)
         if self._recorder is not None:

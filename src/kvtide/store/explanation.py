@@ -12,7 +12,7 @@ from kvtide.formatting import moment
 from kvtide.index.absence_log import AbsenceCause, EvictedFor
 from kvtide.transfer.write_results import Unwritten
 
-__all__ = ["ENGINE", "ExplainedBlocks", "Explanation", "Why", "reasons"]
+__all__ = ["ENGINE", "ExplainedBlocks", "ExplainedTotals", "Explanation", "Why", "reasons"]
 
 _WIDTH = 80
 ENGINE = "engine"
@@ -37,6 +37,8 @@ class Why(Enum):
     STORE_DROPPED = "store dropped"
     OTHER_NAMESPACE = "another namespace"
     """The same tokens are stored for another model of this tenant: see ``ExplainedBlocks.differs``."""
+    SEARCHED = "being searched for"
+    """Shared storage was still being searched for it: it is not known whether it is there."""
     NEVER_SEEN = "never seen"
     NOT_SEEN_HERE = "not seen here"
     """This store has not had it. Whether other users of its shared storage had it is not known."""
@@ -47,6 +49,8 @@ class Why(Enum):
     """``explain.memory`` is 0."""
     NO_NODE = "no node"
     """No node was available to ask."""
+    NOT_LISTED = "not listed"
+    """There were too many ranges of blocks to list them all: see ``Explanation.totals``."""
     UNKNOWN = "unknown"
     """A reason that this version does not know."""
 
@@ -109,6 +113,18 @@ def reasons(tiers: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainedTotals:
+    """Counts of all blocks of a prompt, if not all ranges of them are listed."""
+
+    stored: int
+    """See ``Explanation.stored``."""
+    tiers: dict[str, int]
+    """Number of hits in each tier."""
+    reasons: dict[str, int]
+    """Number of misses for each reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Why each block of a prompt is a hit or a miss. ``str`` says it in words."""
 
@@ -130,15 +146,19 @@ class Explanation:
     """and to compute them."""
     request: str = ""
     """The engine's name of the request, if this explains a past one."""
+    totals: ExplainedTotals | None = None
+    """None if ``blocks`` has all blocks; else the last of them are ``Why.NOT_LISTED``."""
 
     @property
     def hits(self) -> int:
         """Blocks at the start of the prompt that are taken from the store."""
-        return sum(len(some) for some in self.blocks if some.why is Why.HIT)
+        return sum(self.by_tier().values())
 
     @property
     def stored(self) -> int:
         """Blocks at the start of the prompt that are in the store, used or not."""
+        if self.totals is not None:
+            return self.totals.stored
         missing = (some.first for some in self.blocks if not some.why.stored)
         return next(missing, self.blocks[-1].stop if self.blocks else 0)
 
@@ -150,7 +170,7 @@ class Explanation:
     def with_others(self, others: Iterable[tuple[int, tuple[str, ...]]]) -> Explanation:
         """The same with blocks explained of which nothing was known: their tokens are stored for another model. For
         each of ``others`` there is how many of the first tokens are stored for it, and in what it differs."""
-        blocks = list(self.blocks)
+        blocks, moved = list(self.blocks), Counter[str]()
         for tokens, differs in sorted(others, key=lambda other: -other[0]):
             limit, split = tokens // self.block_tokens, list[ExplainedBlocks]()
             for some in blocks:
@@ -158,14 +178,26 @@ class Explanation:
                     split.append(some)
                     continue
                 stop = min(some.stop, limit)
+                moved[some.reason] += stop - some.first
                 split.append(ExplainedBlocks(some.first, stop, Why.OTHER_NAMESPACE, differs=differs))
                 if stop < some.stop:
                     split.append(replace(some, first=stop))
             blocks = split
-        return replace(self, blocks=tuple(blocks))
+        return replace(self, blocks=tuple(blocks), totals=self._moved(moved))
+
+    def _moved(self, moved: Counter[str]) -> ExplainedTotals | None:
+        """The totals after other namespaces were found to have so many blocks of each reason."""
+        if self.totals is None or not moved:
+            return self.totals
+        reasons = Counter(self.totals.reasons)
+        reasons.subtract(moved)
+        reasons[Why.OTHER_NAMESPACE.value] += moved.total()
+        return replace(self.totals, reasons={why: count for why, count in reasons.items() if count > 0})
 
     def by_tier(self) -> dict[str, int]:
         """Number of hits in each tier."""
+        if self.totals is not None:
+            return dict(self.totals.tiers)
         found: Counter[str] = Counter()
         for some in self.blocks:
             if some.why is Why.HIT:
@@ -174,6 +206,8 @@ class Explanation:
 
     def by_reason(self) -> dict[str, int]:
         """Number of misses for each reason."""
+        if self.totals is not None:
+            return dict(self.totals.reasons)
         found: Counter[str] = Counter()
         for some in self.blocks:
             if some.why is not Why.HIT:
@@ -229,15 +263,25 @@ class Explanation:
             Why.LOAD_FAILED: f"a load{f' from {tier}' if tier else ''} failed{self._when(some)}{_because(some)}",
             Why.STORE_DROPPED: f"not stored{self._when(some)}{_because(some)}",
             Why.OTHER_NAMESPACE: f"stored under another namespace: {'; '.join(some.differs)}",
+            Why.SEARCHED: "being searched for in shared storage",
             Why.NEVER_SEEN: f"never seen since the store was opened at {since}",
             Why.NOT_SEEN_HERE: f"not seen here since {since}, nor found in shared storage so far",
             Why.UNKNOWN_SINCE_RESTART: f"unknown since restart: not seen since {since}, and nothing is known of before",
             Why.RECORD_OVERWRITTEN: "unknown: a record may have been overwritten by later ones",
             Why.NOT_RECORDED: "unknown: nothing is recorded",
             Why.NO_NODE: "unknown: no node is available",
+            Why.NOT_LISTED: self._not_listed(),
             Why.UNKNOWN: "unknown to this version of kvtide",
         }[some.why]
         return f"{text} (group {some.group})" if some.group else text
+
+    def _not_listed(self) -> str:
+        if self.totals is None:
+            return "not listed"
+        whole = ", ".join(f"{count:,} x {why}" for why, count in sorted(self.totals.reasons.items()))
+        return (
+            f"not listed one by one; of all blocks together {self.hits:,} are hits, and missing are {whole or 'none'}"
+        )
 
     def _when(self, some: ExplainedBlocks) -> str:
         if some.ago is None:

@@ -2,44 +2,50 @@
 
 The caller's thread only appends to a queue, and only for a match that the engine gave a name, or that missed blocks. Of
 those without a name a sample is enough: a few of each half second. A thread of its own finds out the reasons half a
-second later, or a reader does so at once. Records of later events do not count, so that it need not hurry. All of it
-takes a fixed amount of memory: the oldest requests are forgotten first.
+second later, in slices, and takes a tenth of a core at most; nobody else waits for it. Records of later events do not
+count, so that it need not hurry. All of it takes a fixed amount of memory: the oldest requests are forgotten first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import re
 import threading
+import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Collection
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
-from kvtide.index.work_slices import rest
 from kvtide.store.explanation import Explanation
 
-__all__ = ["RecentRequest", "RecentRequests", "RecentStatistics"]
+__all__ = ["RANGES", "RecentRequest", "RecentRequests", "RecentStatistics"]
 
 log = logging.getLogger("kvtide.store")
 
+RANGES = 100
+"""The most ranges of blocks that are kept of a request."""
 _SOON = 0.5
 """Seconds after which the reasons are found out."""
 _MINUTES = 10
 """Minutes for which misses are counted by reason."""
+_WAITING = 1500
+"""Bytes that a request takes while its reasons are not known, besides what it keeps for them."""
 _REQUEST, _RANGE = 600, 400
-"""Bytes that a request and a range of its blocks take, at most."""
-_RANGES = 100
-"""The most ranges of blocks that are kept of a request."""
-_TOGETHER = 100
-"""Requests of which the reasons are found out at a time."""
+"""Bytes that a request and a range of its blocks take after that, at most."""
+_SLICE = 0.005
+"""Seconds of work after which the thread rests,"""
+_RESTS = 9
+"""and for how many times as long: many requests must not cost more than a part of a core."""
 _SAMPLE = 10
-"""Requests without a name that are taken in that time: finding out the reasons must not cost a part of a core."""
+"""Requests without a name that are taken until the thread has looked at those before."""
 _QUEUE = 10_000
 """The most requests that wait for that."""
+_CHILD = re.compile(r"\d+_")
+"""What vLLM puts before the name of a request of which it makes several outputs."""
 
 
 class RecentRequest(NamedTuple):
@@ -53,10 +59,15 @@ class RecentRequest(NamedTuple):
     nbytes: int
     """Bytes of memory that it keeps until the reasons are known."""
     explain: Explaining
+    later: bool = False
+    """Whether it is not the first match of this request: then it replaces the one before."""
+    searched: bool = False
+    """Whether blocks were still being searched for in shared storage: then it is not known that they are missing, and
+    nothing is counted."""
 
 
 class Explaining(Protocol):
-    """Finds out why the blocks of a past match were hits or misses."""
+    """Finds out why the blocks of a past match were hits or misses. The result has at most ``RANGES`` ranges."""
 
     def __call__(self) -> Explanation: ...
 
@@ -76,13 +87,22 @@ class RecentStatistics:
     """Missed blocks by reason, since the store was opened, of the requests that were looked at."""
     lately: dict[str, int] = field(default_factory=dict)
     """The same of the last ten minutes."""
+    waiting: int = 0
+    """Those of ``requests`` that are not counted yet: their reasons are found out within a second or so."""
 
 
-class _Past(NamedTuple):
-    explanation: Explanation
-    tenant: bytes
-    who: Collection[int]
-    nbytes: int
+class _Entry:
+    """A request that is remembered."""
+
+    __slots__ = ("counted", "explanation", "nbytes", "request")
+
+    def __init__(self, request: RecentRequest, nbytes: int, counted: bool) -> None:
+        self.request: RecentRequest = request
+        self.explanation: Explanation | None = None
+        """None until its reasons are known."""
+        self.nbytes = nbytes
+        self.counted = counted
+        """Whether its misses, or those of an earlier match of this request, were counted."""
 
 
 class RecentRequests:
@@ -92,15 +112,23 @@ class RecentRequests:
         """``limit``: the most bytes; 0 switches it off."""
         self.limit = limit
         self._clock = clock
-        self._queue: deque[RecentRequest] = deque()
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        """By a number that grows: the oldest first."""
+        self._queue: deque[int] = deque()
+        """The numbers of those of which the reasons are not known yet, and of some that were forgotten."""
+        self._named: dict[tuple[str, Collection[int]], int] = {}
+        """The last one of each name and identities."""
+        self._number = 0
         self._waiting = 0
-        """Bytes kept by the queue."""
-        self._past: deque[_Past] = deque()
         self._nbytes = 0
         self._overlooked = 0
         self._misses: Counter[str] = Counter()
-        self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=_MINUTES)
+        self._minutes: dict[int, Counter[str]] = {}
         self._lock = threading.Lock()
+        """Never held while reasons are found out: callers have the index lock."""
+        self._due: float | None = None
+        """When the thread has work to do; None if nothing waits."""
+        self._rests_until = 0.0
         self._unnamed = _SAMPLE
         """Requests without a name that may still be taken before the thread has looked at those before."""
         self._wake: SimpleQueue[bool] = SimpleQueue()
@@ -114,6 +142,9 @@ class RecentRequests:
         if limit:
             self._thread.start()
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def takes(self, name: str) -> bool:
         """Whether ``put`` wants a match of that name."""
         if name or self._unnamed > 0:
@@ -122,90 +153,149 @@ class RecentRequests:
         return False
 
     def put(self, request: RecentRequest) -> None:
-        """Remember a match, if ``takes`` says so. Does not wait."""
-        if not request.name:
-            self._unnamed -= 1
-        queue = self._queue
-        if self._waiting + request.nbytes > self.limit or len(queue) >= _QUEUE:
-            self._overlooked += 1
-            return
-        self._waiting += request.nbytes  # may drift when threads compete; it is set to 0 whenever the queue is empty
-        queue.append(request)
-        if not self._awake:
+        """Remember a match, if ``takes`` says so. Does not wait; may be called with the index lock held."""
+        nbytes = _WAITING + 4 * len(request.name) + request.nbytes
+        with self._lock:
+            if not request.name:
+                self._unnamed -= 1
+            earlier = self._named.get((request.name, request.who)) if request.later else None
+            counted = earlier is not None and self._entries[earlier].counted
+            if earlier is not None:
+                self._remove(earlier)
+            while self._nbytes + nbytes > self.limit and (first := self._oldest_known()) is not None:
+                self._remove(first)
+            if self._nbytes + nbytes > self.limit or self._waiting >= _QUEUE:
+                self._overlooked += 1
+                return
+            self._number += 1
+            self._entries[self._number] = _Entry(request, nbytes, counted)
+            self._nbytes += nbytes
+            self._waiting += 1
+            if request.name:
+                self._named[request.name, request.who] = self._number
+            self._queue.append(self._number)
+            now = self._clock.monotonic()
+            wake = self._due is None or self._due < now  # overdue: a caller may have been interrupted before it woke it
+            if self._due is None:
+                self._due = now + _SOON
+        if wake and not self._awake:
             self._wake.put(True)  # first: if this is interrupted, the next caller wakes it
             self._awake = True
 
-    def look(self) -> bool:
-        """Find out the reasons of some requests; returns whether more are left. Called by the thread."""
+    def _oldest_known(self) -> int | None:
+        """The oldest request, unless its reasons are not known yet. Call with the lock held."""
+        number = next(iter(self._entries), None)
+        return number if number is not None and self._entries[number].explanation is not None else None
+
+    def _remove(self, number: int) -> None:
+        """Forget a request. Call with the lock held."""
+        entry = self._entries.pop(number)
+        self._nbytes -= entry.nbytes
+        self._waiting -= entry.explanation is None
+        key = entry.request.name, entry.request.who
+        if self._named.get(key) == number:
+            del self._named[key]
+
+    def tidy(self) -> float:
+        """Find out the reasons of some requests; returns the seconds until the next are due. Called by the thread."""
         self._awake = False
-        self._look(_TOGETHER)
-        return bool(self._queue)
-
-    def _look(self, most: int) -> None:
-        for _ in range(most):
+        if (due := self._due) is None:
+            return float("inf")
+        if (left := due - self._clock.monotonic()) > 0:
+            return left
+        if (left := self._rests_until - (began := time.monotonic())) > 0:
+            return left
+        while (spent := time.monotonic() - began) < _SLICE:
             with self._lock:
-                try:
-                    request = self._queue.popleft()
-                except IndexError:
-                    self._waiting, self._unnamed = 0, _SAMPLE
-                    return
-                self._waiting -= request.nbytes
-                self._keep(replace(request.explain(), request=request.name), request)
+                number = next(self._waiting_numbers(), None)
+                if number is None:
+                    self._due, self._unnamed = None, _SAMPLE
+                    return float("inf")
+                entry = self._entries[number]
+            self._look(number, entry)
+        self._unnamed = _SAMPLE
+        self._rests_until = time.monotonic() + _RESTS * spent
+        return _RESTS * spent
 
-    def _keep(self, explanation: Explanation, request: RecentRequest) -> None:
+    def _waiting_numbers(self) -> Iterator[int]:
+        """Take from the queue those that are still to be looked at. Call with the lock held."""
+        while self._queue:
+            number = self._queue.popleft()
+            entry = self._entries.get(number)
+            if entry is not None and entry.explanation is None:
+                yield number
+
+    def _look(self, number: int, entry: _Entry) -> Explanation:
+        """Find out the reasons of a request, and keep them. Call without the lock."""
+        explanation = replace(entry.request.explain(), request=entry.request.name)
+        with self._lock:
+            if self._entries.get(number) is not entry or entry.explanation is not None:
+                return explanation  # it was forgotten or replaced meanwhile, or another thread was quicker
+            entry.explanation = explanation
+            self._waiting -= 1
+            if not entry.counted and not entry.request.searched:
+                entry.counted = True
+                self._count(explanation)
+            nbytes = _REQUEST + _RANGE * len(explanation.blocks) + 4 * len(explanation.request)
+            self._nbytes += nbytes - entry.nbytes
+            entry.nbytes = nbytes
+            entry.request = entry.request._replace(explain=_found_out)  # frees what it kept for the reasons
+            while self._nbytes > self.limit and (first := self._oldest_known()) is not None:
+                self._remove(first)
+        return explanation
+
+    def _count(self, explanation: Explanation) -> None:
         if missed := explanation.by_reason():
             minute = int(explanation.now // 60)
-            if not self._minutes or self._minutes[-1][0] != minute:
-                self._minutes.append((minute, Counter()))
-            self._minutes[-1][1].update(missed)
+            self._minutes.setdefault(minute, Counter()).update(missed)
+            for past in sorted(self._minutes)[:-_MINUTES]:
+                del self._minutes[past]
             self._misses.update(missed)
-        explanation = replace(explanation, blocks=explanation.blocks[:_RANGES])
-        nbytes = _REQUEST + _RANGE * len(explanation.blocks) + len(explanation.request)
-        self._past.append(_Past(explanation, request.tenant, request.who, nbytes))
-        self._nbytes += nbytes
-        while self._past and self._nbytes > self.limit:
-            self._nbytes -= self._past.popleft().nbytes
 
     def find(self, name: str, who: Collection[int]) -> Explanation | None:
         """The last request of that name, if a caller of these identities made it. An empty name: the last of all.
 
-        An engine may continue the name that its user knows with a number of its own, after a hyphen.
+        An engine may continue the name that its user knows with a number of its own, after a hyphen, or begin it with
+        one. A request that has the very name goes first.
         """
         mine = set(who)
-
-        def wanted(known: str, whose: Collection[int]) -> bool:
-            return (not name or known == name or known.startswith(f"{name}-")) and not mine.isdisjoint(whose)
-
-        for request in reversed(list(self._queue)):
-            if wanted(request.name, request.who):
-                return replace(request.explain(), request=request.name)
         with self._lock:
-            for past in reversed(self._past):
-                if wanted(past.explanation.request, past.who):
-                    return past.explanation
-        return None
+            near = None
+            for number, entry in reversed(self._entries.items()):
+                if mine.isdisjoint(entry.request.who):
+                    continue
+                known = entry.request.name
+                if not name or known == name:
+                    break
+                if near is None and _continues(known, name):
+                    near = number, entry
+            else:
+                if near is None:
+                    return None
+                number, entry = near
+        return entry.explanation or self._look(number, entry)
 
     def forget(self, tenant: bytes) -> None:
         """Forget a tenant's requests."""
-        for request in list(self._queue):
-            if request.tenant == tenant:
-                with contextlib.suppress(ValueError):  # the thread has taken it meanwhile
-                    self._queue.remove(request)
         with self._lock:
-            kept = [past for past in self._past if past.tenant != tenant]
-            self._past, self._nbytes = deque(kept), sum(past.nbytes for past in kept)
+            for number in [n for n, entry in self._entries.items() if entry.request.tenant == tenant]:
+                self._remove(number)
 
     def statistics(self) -> RecentStatistics:
-        self._look(_TOGETHER)
         now = int(self._clock.time() // 60)
         with self._lock:
             lately: Counter[str] = Counter()
-            for minute, counts in self._minutes:
+            for minute, counts in self._minutes.items():
                 if now - minute < _MINUTES:
                     lately.update(counts)
-            nbytes = self._nbytes + self._waiting
             return RecentStatistics(
-                len(self._past), nbytes, self.limit, self._overlooked, dict(self._misses), dict(lately)
+                len(self._entries),
+                self._nbytes,
+                self.limit,
+                self._overlooked,
+                dict(self._misses),
+                dict(lately),
+                self._waiting,
             )
 
     def close(self) -> None:
@@ -216,20 +306,30 @@ class RecentRequests:
 
 
 def _work(owner: weakref.ref[RecentRequests], wake: SimpleQueue[bool]) -> None:
-    while wake.get():
+    seconds = float("inf")
+    while True:
         try:
-            if not wake.get(timeout=_SOON):
+            if not wake.get(timeout=None if seconds == float("inf") else seconds):
                 return
         except Empty:
             pass
-        more = True
-        while more:
-            recent = owner()
-            if recent is None:
-                return
-            try:
-                more = recent.look()
-            except Exception:  # one request, whose reasons stay unknown
-                log.exception("the reasons for misses of a request could not be found out")
-            del recent  # otherwise the thread would keep it alive while it sleeps
-            rest()
+        recent = owner()
+        if recent is None:
+            return
+        try:
+            seconds = recent.tidy()
+        except Exception:  # one request, whose reasons stay unknown
+            log.exception("the reasons for misses of a request could not be found out")
+            seconds = 0.0
+        del recent  # otherwise the thread would keep it alive while it sleeps
+
+
+def _found_out() -> Explanation:
+    raise AssertionError("the reasons of this request are known")
+
+
+def _continues(known: str, name: str) -> bool:
+    """Whether an engine made a request's name of the one that its user knows."""
+    child = _CHILD.match(known)
+    own = known[child.end() :] if child else known
+    return own == name or known.startswith(f"{name}-") or own.startswith(f"{name}-")

@@ -169,8 +169,10 @@ class Store(SessionHost):
 
     def _backend(self, model: Model, tenant: Tenant) -> Backend:
         namespace = model.namespace(tenant)
-        self.known_models.note(tenant.tag, b"", namespace, describe(model))
-        return LocalBackend(self.partition_of(tenant.tag), model.layout, namespace, tenant.tag)
+        backend = LocalBackend(self.partition_of(tenant.tag), model.layout, namespace, tenant.tag)
+        if self.config.explain.memory:
+            backend.first_use = functools.partial(self.known_models.note, tenant.tag, b"", namespace, describe(model))
+        return backend
 
     def partition_of(self, tenant: bytes) -> Partition:
         """The partition that has the tenant's blocks."""

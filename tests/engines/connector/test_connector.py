@@ -25,6 +25,7 @@ from kvtide.node import protocol as p
 from kvtide.node.client.client import Client
 from kvtide.node.client.link import NodeLink
 from kvtide.plan.prefill import PrefillCost
+from kvtide.store.session import Session
 from tests.engines.connector.conftest import Engines, windows
 from tests.engines.connector.toy import Request, Toy
 from tests.node.serving import Process, eventually
@@ -722,3 +723,20 @@ def test_a_request_that_asks_is_told_why_its_blocks_were_hits_or_misses(engines:
     toy.run(*at_once)  # these are searched for together
     assert [list((r.explanation or {})["hits"]) for r in at_once] == [[], []]  # type: ignore[call-overload]
     assert read_options({"explain": True}).explain
+
+
+def test_an_explanation_that_fails_costs_no_hit_and_delays_no_load(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, ask, asked = engines(), RequestOptions(explain=True), list[int]()
+    serve(toy, "first", prompt(1))
+
+    def fails(session: Session, request: str) -> None:
+        asked.append(len(session._rights))
+        raise ValueError("of a newer node")
+
+    monkeypatch.setattr(Session, "explain_request", fails)
+    served = serve(toy, "second", prompt(1), ask)
+    assert (served.cached, served.explanation) == (256, None)
+    serve(toy, "third", prompt(9), ask)
+    assert asked[0] > 0, "the offer is in use when the node is asked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from kvtide.index.keys import Chain, Extra
 from kvtide.store.match import Load, Match
 
 __all__ = ["Offer", "RequestState", "SearchResult"]
+
+log = logging.getLogger("kvtide.engines")
 
 
 @dataclass(slots=True)
@@ -88,13 +91,19 @@ class RequestState:
     over: bool = False
     explanation: Mapping[str, object] | None = None
     """Why its blocks were hits or misses, if it asked for that and the node has answered."""
+    explained: bool = True
+    """Whether the node was asked for that after the last lookup."""
 
     def explain(self) -> None:
-        """Ask the node why its blocks were hits or misses, if the request wants to know. Runs on the node thread, when
-        the request was looked up."""
-        if self.prompt.options.explain and self.tenant_sessions is not None:
+        """Ask the node why its blocks were hits or misses. Runs on the node thread, after the lookup; without an answer
+        there is no explanation."""
+        if self.tenant_sessions is None:
+            return
+        try:
             found = self.tenant_sessions.own.session.explain_request(self.prompt.id)
             self.explanation = None if found is None else found.summary()
+        except Exception as e:  # noqa: BLE001 - for instance, a newer node sends what this version cannot read
+            log.info("kvtide has no explanation for request %s: %s", self.prompt.id, e)
 
     def unnamed(self, stop: int | None = None) -> tuple[int, Sequence[int]]:
         """The number of tokens already hashed, and the tokens after them up to ``stop``."""

@@ -147,14 +147,14 @@ class Scheduler:
                 count_miss = searched.result().get(request)
                 if count_miss is not None and self._now() - r.searched_at < _SEARCH_VALID:
                     self._node_thread.ask(count_miss, None)
-                    r.matched = True
+                    r.matched, r.explained = True, False
                     return self._settle(r)
             if r.asked is None:
                 self._unsearched.pop(request, None)
                 if r.searched is not None:  # the lookup has a time limit of its own
                     r.searched, r.since = None, self._now()
                 r.heard = 0.0
-                find = partial(self._find, r, r.unnamed(known), have, self.prefill)
+                find, r.explained = partial(self._find, r, r.unnamed(known), have, self.prefill), False
                 # Stores of this step must not wait for the lookups of all prompts that arrived together.
                 r.asked = self._node_thread.ask_in_turn(find, None)
             if not self._node_thread.soon(r.asked, in_turn=True):
@@ -218,7 +218,7 @@ class Scheduler:
         for r, (own, *_), none in zip(left, names, absent_each(names), strict=True):
             if none and r.chain is not None:
                 backend, digests = own
-                absent[r.prompt.id] = partial(_count_miss, r, backend, digests, r.chain.tokens)
+                absent[r.prompt.id] = partial(backend.missed, digests, r.chain.tokens, r.prompt.id)
         return absent
 
     def _loadable(self, r: RequestState) -> int:
@@ -253,8 +253,6 @@ class Scheduler:
         first, r.matched = not r.matched, True
         match, worker_group = tenant_sessions.longest(chain, r.extras, have, prefill, first, r.prompt.id)
         r.pending = match.pending
-        if first:
-            r.explain()
         if not have < match.tokens <= self._loadable(r):
             match.release()
             return None
@@ -290,7 +288,15 @@ class Scheduler:
         r.settled, r.since, r.searched = True, 0.0, None
         self._unsearched.pop(r.prompt.id, None)
         self._give_back(r)
+        self._explain(r)
         return 0
+
+    def _explain(self, r: RequestState) -> None:
+        """Let the node be asked why the request's blocks were hits or misses, if it wants to know. Called when its last
+        lookup has ended, and what was found is in use: the engine does not wait for it."""
+        if r.prompt.options.explain and not r.explained:
+            r.explained = True
+            self._node_thread.ask_in_turn(r.explain, None)
 
     def _give_back(self, r: RequestState) -> None:
         """Release the request's offer, or the one that a running lookup will return."""
@@ -323,6 +329,7 @@ class Scheduler:
         left = max(1.0, offer.deadline - self._now())
         mine = self._page_geometry.tokens(pages, have, have + count)
         self._loads.append(Loading(request, offer.group_token, offer.ticket, have, have + count, mine, left))
+        self._explain(r)
         return r.loading if offer.own else ()
 
     def loaded(self, done: Iterable[str], failed: Iterable[str]) -> None:
@@ -457,12 +464,6 @@ def _held_tokens(match: Match, load: Load) -> int:
     at the end of the load; asking it for fewer maps the blocks' memory, which only workers need."""
     held = match.held_tokens
     return held if held == match.tokens else load.wait().tokens
-
-
-def _count_miss(r: RequestState, backend: RemoteBackend, digests: bytes, tokens: int) -> None:
-    """Let the node count a request of which it has nothing."""
-    backend.missed(digests, tokens, r.prompt.id)
-    r.explain()
 
 
 def _drop(asked: Future[Offer | None]) -> None:

@@ -74,6 +74,8 @@ _GROWING = 1.0
 client waits for any answer at most twice that long."""
 _TRIES = 4
 """How often a reservation is tried for a client that waits for memory."""
+_PAST = 2048
+"""Units to explain a past request. Its blocks are not counted: their reasons are found out only once."""
 _DESCRIPTORS = 64
 """Maximum number of descriptors in one frame."""
 
@@ -349,7 +351,9 @@ class ClientHandler:
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = ServerSession(backend, self._account, model)
         self._session_identities.update(backend.asker.values())
-        self._store.known_models.note(o.tenant, access.tag, o.namespace, o.model)
+        if self._store.config.explain.memory:
+            note = self._store.known_models.note
+            backend.first_use = partial(note, o.tenant, access.tag, o.namespace, o.model)
         return number
 
     def _close(self, o: p.Close) -> Iterator[p.Answer]:
@@ -412,9 +416,18 @@ class ClientHandler:
 
     def _explain(self, o: p.Explain) -> Any:
         session = self._session(o.session)
-        answer = session.explained(o, self._names(session, o.digests))
-        self._spent += len(memoryview(answer)) // work_limits.ANSWER_BYTES
+        if o.past:  # all remembered requests may have to be looked at, and one be explained
+            self._charge(_PAST + len(self._store.recent_requests))
+        names = self._names(session, b"" if o.past else o.digests)
+        self._charge(names.blocks * len(session.layout.groups))  # besides looking them up: their records
+        answer = session.explained(o, names)
+        self._charge(len(memoryview(answer)) // work_limits.ANSWER_BYTES)
         return answer
+
+    def _models(self, o: p.Models) -> dict[str, list[bytes]]:
+        found = self._store.known_models.of(o.tenant, self._access.tag)
+        self._charge(work_limits.GROUP + sum(map(len, found)) // work_limits.ANSWER_BYTES)
+        return {"models": found}
 
     def _names(self, session: ServerSession, digests: bytes, tokens: bytes = b"", first: int = 0) -> WireBlockNames:
         """The blocks that a request names; charges their work. ``first`` is the block whose tokens come first in
@@ -796,5 +809,5 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Expire: ClientHandler._expire,
     p.Expect: ClientHandler._expect,
     p.Explain: ClientHandler._explain,
-    p.Models: lambda handler, o: {"models": handler._store.known_models.of(o.tenant, handler._access.tag)},
+    p.Models: ClientHandler._models,
 }
