@@ -410,6 +410,7 @@ def test_an_interrupted_call_leaves_nothing_and_later_ones_are_right(tmp_path: P
     with world.store.session(MODEL) as session:
         keep(session, 1)
         session.drop(prompt(1))
+        told(session, 1, 2)  # the first one writes the collected records
         counted = Points()
         counted.run(lambda: told(session, 1, 2))
         for at in range(1, counted.count, 7):
@@ -427,7 +428,7 @@ def test_a_drop_interrupted_anywhere_is_never_told_as_never_seen(tmp_path: Path)
         keep(session, 0)
         counted = Points()
         counted.run(lambda: session.drop(prompt(0)))
-        for at in range(1, counted.count, 5):
+        for at in range(1, counted.count - 5, 5):  # a later drop may have a few points less
             keep(session, at)
             with pytest.raises(Interrupted):
                 Points(at).run(lambda at=at: session.drop(prompt(at)))  # type: ignore[misc]
