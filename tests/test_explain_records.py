@@ -35,7 +35,8 @@ def test_the_places_of_ones_own_blocks_tell_nothing_of_others_blocks() -> None:
     log.note_blocks(mine, MINE, Absence.STORE_DROPPED)
 
     def lost() -> Numbers:
-        return mine[log.find(mine, MINE).codes == 0]
+        found: Numbers = mine[log.find(mine, MINE).codes == 0]
+        return found
 
     before = lost()
     log.note_blocks(had, OTHERS, Absence.EVICTED)

@@ -96,6 +96,10 @@ class EvictedFor(Enum):
     SAME = "this tenant"
     OTHER = "another tenant"
 
+    @classmethod
+    def _missing_(cls, value: object) -> EvictedFor:
+        return cls.UNKNOWN  # of a newer node
+
 
 _ABSENCES, _CAUSES, _FOR_WHOM = list(Absence), list(AbsenceCause), list(EvictedFor)
 for _number, _absence in enumerate(_ABSENCES):
