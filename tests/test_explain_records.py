@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtide.index.absence_log import Absence, AbsenceLog
+from kvtide import Model, Session, Unwritten, Why
+from kvtide.formatting import moment
+from kvtide.index.absence_log import Absence, AbsenceCause, AbsenceLog, EvictedFor
+from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.store.explanation import ExplainedBlocks
+from kvtide.store.known_models import _Description, read
 from kvtide.testing.clock import FakeClock
+from kvtide.testing.faults import Fault, FaultyDisk, How
+from tests.plan.small import LAYOUT, MODEL, SLOTS, keep, prompt
+from tests.test_explain import OTHER, World, nvme
+
+GROUPS = LAYOUT.groups
 
 Numbers = npt.NDArray[np.uint64]
 MINE, OTHERS = -0x7654321076543210, 0x1234567812345678
@@ -119,3 +134,111 @@ def test_collected_records_take_bounded_memory() -> None:
         log.note_blocks(marks(100, number), MINE, Absence.DROPPED)
         assert len(log._collected) <= 1024
         assert log._count <= 4096
+
+
+# -- of a store -------------------------------------------------------------------------------------------------
+
+
+def explained(session: Session, *path: int) -> ExplainedBlocks:
+    (some,) = session.explain(prompt(*path)).blocks
+    return some
+
+
+def test_a_load_that_failed_is_told_of_a_block_that_is_still_there(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    world = World("embedded", tmp_path, nvme=nvme(tmp_path), disk=disk)
+    with world.host.session(MODEL) as session:
+        keep(session, 1)
+        world.push_out(session)
+        disk.arm(Fault("read", How.FAIL, files="*.segment", times=1000))
+        with session.match(prompt(1), request="one") as match:
+            assert session.load(match).wait(30).tokens == 0
+        disk.disarm()
+        world.clock.advance(3)
+        some = explained(session, 1)
+        assert (some.why, some.tier, some.cause, some.ago) == (Why.HIT, "nvme", AbsenceCause.READ_FAILED, (3.0, 3.0))
+        assert "in nvme, but a load 3 s ago failed: the read failed" in str(session.explain(prompt(1)))
+        past = session.explain_request("one")
+        assert past is not None
+        assert past.blocks[0].cause is AbsenceCause.READ_FAILED
+    world.close()
+
+
+def test_a_load_without_room_names_the_tier_of_the_block(tmp_path: Path) -> None:
+    world = World("embedded", tmp_path, nvme=nvme(tmp_path))
+    with world.host.session(MODEL) as session:
+        keep(session, 1)
+        world.push_out(session)
+        held = range(100, 100 + SLOTS)
+        keep(session, *held)
+        assert world.store.flush(30)
+        with session.match(prompt(1)) as match, session.match(prompt(*held)) as all_of_dram:
+            assert session.load(all_of_dram).wait(30).tokens == len(prompt(*held))
+            assert session.load(match).wait(30).tokens == 0
+        some = explained(session, 1)
+        assert (some.why, some.tier, some.cause) == (Why.HIT, "nvme", AbsenceCause.NO_ROOM)
+    world.close()
+
+
+def test_a_drop_while_another_tenant_is_forgotten_is_a_drop(tmp_path: Path) -> None:
+    world = World("embedded", tmp_path)
+    with world.host.session(MODEL) as session:
+        keys = keep(session, 1)
+        with world.store.main.pipeline.forgetting(OTHER.tag):
+            world.store.main.drop_here(keys)  # as because of another host
+        assert explained(session, 1).why is Why.DROPPED
+    world.close()
+
+
+def test_a_block_that_the_disk_had_and_evicted_was_admitted(tmp_path: Path) -> None:
+    world = World("embedded", tmp_path, nvme=nvme(tmp_path), dram={"policy": "lru"})
+    with world.host.session(MODEL) as session:
+        keys = keep(session, 1)
+        assert world.store.flush(30)
+        pipeline = world.store.main.pipeline
+        with world.store.index.lock:
+            row = world.store.index.rows(keys).tolist()
+            pipeline._demotion.evict(pipeline.colds[0], row, [], AbsenceCause.LRU)
+        assert explained(session, 1).why is Why.HIT
+        world.push_out(session)
+        some = explained(session, 1)
+        assert (some.why, some.tier, some.unwritten) == (Why.EVICTED, "dram", None)
+    world.close()
+
+
+@pytest.mark.parametrize("config", [{"a": {1: 2}}, {"a": msgspec.msgpack.Ext(5, b"x")}, {"a": datetime.now(UTC)}])
+def test_a_strangers_description_of_a_model_breaks_nothing(tmp_path: Path, config: dict[str, Any]) -> None:
+    groups = [(g.name, g.kind.value, g.layers, g.heads, g.head_dim, g.dtype, g.window, 1, g.packing) for g in GROUPS]
+    world = World("embedded", tmp_path)
+    near = Model(LAYOUT, "given:finetuned")
+    with world.host.session(MODEL) as session, world.host.session(near) as writer:
+        keep(writer, 1)
+        for number in range(16):
+            about = _Description(1, groups, f"given:{number}", config if number % 2 else {}, b"", "", "exact")
+            bad = msgspec.msgpack.encode(about)
+            world.store.known_models.note(DEFAULT_TENANT.tag, b"", bytes([number]) * 32, bad)
+            assert number % 2 == 0 or read(bad) is None
+        assert explained(session, 1).why is Why.OTHER_NAMESPACE
+        assert session.explain(np.ones(144_000, np.uint32)).unexplained
+    world.close()
+
+
+def test_reasons_of_a_newer_node_are_read() -> None:
+    newer = {"first": 0, "stop": 1, "why": "evicted", "for_whom": "the world", "unwritten": "to come", "cause": "new"}
+    some = msgspec.convert(newer, ExplainedBlocks)
+    assert (some.for_whom, some.unwritten, some.cause) == (EvictedFor.UNKNOWN, Unwritten.UNKNOWN, AbsenceCause.NONE)
+
+
+def test_of_an_overwritten_record_the_text_says_since_when_there_was_none(tmp_path: Path) -> None:
+    world = World("embedded", tmp_path, explain={"memory": 16})
+    with world.host.session(MODEL) as session:
+        for number in (1, 2):
+            world.clock.advance(3600)
+            keep(session, number)
+            session.drop(prompt(number))
+        world.clock.advance(60)
+        some = explained(session, 1)
+        assert (some.why, some.ago) == (Why.RECORD_OVERWRITTEN, (60.0, 60.0))
+        since = moment(world.clock.time() - 60)
+        assert f"nothing has happened to it since {since}" in " ".join(str(session.explain(prompt(1))).split())
+    world.close()

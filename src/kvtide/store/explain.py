@@ -115,6 +115,7 @@ def explained(
         columns.tier[:] = 1 + (_tiers(partition, layout, rows, plan.blocks) if tiers is None else tiers)
         records = _Records(partition, now, past=tiers is not None)
         _why_absent(records, layout, identities, joined, rows, whole, longest, columns)
+        _failed_loads(records, layout, identities, joined, longest, columns)
     return Explanation(
         0,
         layout.block_tokens,
@@ -192,7 +193,7 @@ def _why_absent(
             known, doubtful = known & ~later, doubtful | later
         why[~known] = _CODE[_unknown(source.partition)]
         why[~known & doubtful] = _CODE[Why.RECORD_OVERWRITTEN if log.on else Why.NOT_RECORDED]
-        when = np.where(known, records.times, np.nan)
+        when = np.where(known | records.doubtful, records.times, np.nan)
         tier = np.where(known & np.isin(records.codes, _WITH_TIER), 1 + records.tiers, 0)
         expired = source.expired(here)
         why[expired], when[expired], tier[expired] = _CODE[Why.EXPIRED], index.expiry[here][expired], 0
@@ -202,6 +203,24 @@ def _why_absent(
         told = known & (why == _OF_ABSENCE[records.codes])
         columns.cause[mine], columns.for_whom[mine] = records.causes * told, records.for_whom * told
         columns.unwritten[mine], columns.group[mine], columns.decided[mine] = records.unwritten * told, number, True
+
+
+def _failed_loads(
+    source: _Records, layout: Layout, identities: Mapping[str, Identity], joined: bytes, longest: int, columns: _Columns
+) -> None:
+    """Fill in why loads of blocks before ``longest`` failed: these may stay in their tier. In the past: loads after the
+    match."""
+    cold = np.flatnonzero((columns.tier[:longest] > 1) & (columns.tier[:longest] <= 1 + len(source.partition.colds)))
+    if not len(cold):
+        return
+    marks = _marks_of(joined)[cold]
+    for group in layout.groups:
+        records = source.partition.index.absence_log.find(marks, identities[group.name].fingerprint)
+        failed = group.required & (records.codes == Absence.LOAD_FAILED.code)
+        if source.past:
+            failed &= records.times >= source.now - _TICK
+        columns.cause[cold[failed]] = records.causes[failed]
+        columns.when[cold[failed]] = np.nan if source.past else records.times[failed]
 
 
 def _unknown(partition: Partition) -> Why:

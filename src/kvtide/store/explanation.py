@@ -79,11 +79,13 @@ class ExplainedBlocks:
     tier: str = ""
     """Where they are, or what they left; empty if unknown or in no tier."""
     cause: AbsenceCause = AbsenceCause.NONE
+    """Of hits: why a load of them failed."""
     for_whom: EvictedFor = EvictedFor.UNKNOWN
     unwritten: Unwritten | None = None
     """Why no colder tier had them when they were evicted from DRAM; None if there is none."""
     ago: tuple[float, float] | None = None
-    """How many seconds ago it happened to the last and to the first of them; None if that is not known."""
+    """How many seconds ago it happened to the last and to the first of them; None if that is not known. Of records that
+    may have been overwritten: since when nothing has happened."""
     group: str = ""
     """The group that lacks them; empty if the layout has only one."""
     differs: tuple[str, ...] = ()
@@ -215,8 +217,9 @@ class Explanation:
     def said(self, some: ExplainedBlocks) -> str:
         """The explanation of some of the blocks, in words."""
         tier, since = _shown(some.tier), moment(self.since)
+        failed = f", but a load{self._when(some)} failed{_because(some)}" if some.cause is not AbsenceCause.NONE else ""
         text = {
-            Why.HIT: f"in {tier}",
+            Why.HIT: f"in {tier}{failed}",
             Why.QUICKER_TO_COMPUTE: f"in {tier}, but quicker to compute ({_seconds(self.slower_compute)}) than to load "
             f"({_seconds(self.slower_load)})",
             Why.NO_ROOM: f"in {tier}, but more than DRAM can hold at a time",
@@ -232,7 +235,8 @@ class Explanation:
             Why.NEVER_SEEN: f"never seen since the store was opened at {since}",
             Why.NOT_SEEN_HERE: f"not seen here since {since}, nor found in shared storage so far",
             Why.UNKNOWN_SINCE_RESTART: f"unknown since restart: not seen since {since}, and nothing is known of before",
-            Why.RECORD_OVERWRITTEN: "unknown: a record may have been overwritten by later ones",
+            Why.RECORD_OVERWRITTEN: "unknown: a record may have been overwritten by later ones"
+            + (f"; nothing has happened to it since {moment(self.now - some.ago[0])}" if some.ago else ""),
             Why.NOT_RECORDED: "unknown: nothing is recorded",
             Why.NO_NODE: "unknown: no node is available",
             Why.UNKNOWN: "unknown to this version of kvtide",

@@ -57,8 +57,10 @@ def read(description: bytes) -> Model | None:
         about = msgspec.msgpack.decode(description, type=_Description)
         groups = tuple(Group(g[0], Kind(g[1]), *g[2:]) for g in about.groups)
         layout = Layout(groups, about.block_tokens)
-        return Model(layout, about.weights, about.config, about.scales, about.adapter, about.fidelity)
-    except (msgspec.MsgspecError, KvtideError, ValueError):
+        model = Model(layout, about.weights, about.config, about.scales, about.adapter, about.fidelity)
+        model.namespace()  # a configuration may have values that no namespace can be made of
+        return model
+    except (msgspec.MsgspecError, KvtideError, ValueError, TypeError, OverflowError, RecursionError):
         return None
 
 
