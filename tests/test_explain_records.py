@@ -15,8 +15,9 @@ from kvtide import Model, Session, Unwritten, Why
 from kvtide.formatting import moment
 from kvtide.index.absence_log import Absence, AbsenceCause, AbsenceLog, EvictedFor
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node.client.client import Client
 from kvtide.store.explanation import ExplainedBlocks
-from kvtide.store.known_models import _Description, read
+from kvtide.store.known_models import _Description, _seal, describe, read
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from tests.plan.small import LAYOUT, MODEL, SLOTS, keep, prompt
@@ -215,7 +216,7 @@ def test_a_strangers_description_of_a_model_breaks_nothing(tmp_path: Path, confi
         keep(writer, 1)
         for number in range(16):
             about = _Description(1, groups, f"given:{number}", config if number % 2 else {}, b"", "", "exact")
-            bad = msgspec.msgpack.encode(about)
+            bad = _seal(msgspec.msgpack.encode(about), DEFAULT_TENANT)
             world.store.known_models.note(DEFAULT_TENANT.tag, b"", bytes([number]) * 32, bad)
             assert number % 2 == 0 or read(bad) is None
         assert explained(session, 1).why is Why.OTHER_NAMESPACE
@@ -241,4 +242,20 @@ def test_of_an_overwritten_record_the_text_says_since_when_there_was_none(tmp_pa
         assert (some.why, some.ago) == (Why.RECORD_OVERWRITTEN, (60.0, 60.0))
         since = moment(world.clock.time() - 60)
         assert f"nothing has happened to it since {since}" in " ".join(str(session.explain(prompt(1))).split())
+    world.close()
+
+
+def test_descriptions_of_models_are_read_only_with_the_tenants_secret(tmp_path: Path) -> None:
+    secret = Model(LAYOUT, "given:secret-project", {"a": 1})
+    sealed = describe(secret, OTHER)
+    assert read(sealed, OTHER) == secret
+    assert read(sealed) is None
+    assert b"secret-project" not in sealed
+    world = World("node", tmp_path)
+    assert isinstance(world.host, Client)
+    with world.host.session(secret, OTHER) as session:
+        keep(session, 1)
+        found = world.host.models(OTHER.tag)  # anybody who knows the tag can ask
+        assert [read(about) for about in found] == [None]
+        assert [read(about, OTHER) for about in found] == [secret]
     world.close()

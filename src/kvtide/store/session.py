@@ -324,7 +324,7 @@ class Session:
     def _elsewhere(self, chain: Chain) -> Iterator[tuple[int, tuple[str, ...]]]:
         """For each other model of this tenant: how many of a prompt's first tokens are stored for it, and in what it
         differs."""
-        models = (read(description) for description in self._backend.models())
+        models = (read(description, self._tenant) for description in self._backend.models())
         others = [
             m for m in models if m is not None and m.namespace(self._tenant) != self.model.namespace(self._tenant)
         ]

@@ -163,7 +163,7 @@ class Store(SessionHost):
 
     def _backend(self, model: Model, tenant: Tenant) -> Backend:
         namespace = model.namespace(tenant)
-        self.known_models.note(tenant.tag, b"", namespace, describe(model))
+        self.known_models.note(tenant.tag, b"", namespace, describe(model, tenant))
         return LocalBackend(self.partition_of(tenant.tag), model.layout, namespace, tenant.tag)
 
     def partition_of(self, tenant: bytes) -> Partition:
