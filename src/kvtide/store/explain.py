@@ -126,6 +126,7 @@ def explained(
         plan.compute_seconds,
         plan.slower_load,
         plan.slower_compute,
+        shared=bool(partition.shared_tiers),
     )
 
 
@@ -180,7 +181,9 @@ def _why_absent(
     for number, group in enumerate(layout.groups):
         if not group.required:
             continue
-        mine = longest + np.flatnonzero(~whole[group.name][longest:])
+        # of a window only what the whole prompt needs is told of
+        start = max(longest, group.needs(len(joined) // 32, layout.block_tokens).start)
+        mine = start + np.flatnonzero(~whole[group.name][start:])
         mine = mine[~columns.decided[mine]]
         if not len(mine):
             continue

@@ -27,7 +27,7 @@ class Why(Enum):
     NO_ROOM = "more than DRAM holds"
     """It is stored, but DRAM cannot hold that many blocks of one prompt at a time."""
     AFTER_A_MISS = "after a miss"
-    """It is stored, but cannot be used, because a block before it is missing."""
+    """It is stored, but cannot be used, because a block before it is missing, or one that a window needs."""
     BEING_WRITTEN = "being written"
     EVICTED = "evicted"
     EXPIRED = "expired"
@@ -132,6 +132,8 @@ class Explanation:
     """and to compute them."""
     request: str = ""
     """The engine's name of the request, if this explains a past one."""
+    shared: bool = False
+    """Whether there is shared storage, in which another user may have stored again what left the store."""
 
     @property
     def hits(self) -> int:
@@ -223,7 +225,7 @@ class Explanation:
             Why.QUICKER_TO_COMPUTE: f"in {tier}, but quicker to compute ({_seconds(self.slower_compute)}) than to load "
             f"({_seconds(self.slower_load)})",
             Why.NO_ROOM: f"in {tier}, but more than DRAM can hold at a time",
-            Why.AFTER_A_MISS: f"in {tier}, but of no use without the blocks before",
+            Why.AFTER_A_MISS: f"in {tier}, but of no use without those that are missing",
             Why.BEING_WRITTEN: "being written now",
             Why.EVICTED: f"evicted from {tier}{self._when(some)}{_evicted_by(some)}",
             Why.EXPIRED: f"expired{self._when(some)}",
@@ -241,6 +243,8 @@ class Explanation:
             Why.NO_NODE: "unknown: no node is available",
             Why.UNKNOWN: "unknown to this version of kvtide",
         }[some.why]
+        if self.shared and some.why in _LEFT:
+            text += "; whether shared storage has it again is not known"
         return f"{text} (group {some.group})" if some.group else text
 
     def _when(self, some: ExplainedBlocks) -> str:
@@ -272,6 +276,7 @@ def _span(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+_LEFT = {Why.EVICTED, Why.EXPIRED, Why.DROPPED, Why.FORGOTTEN, Why.LOAD_FAILED, Why.STORE_DROPPED}
 _POLICIES = {AbsenceCause.LRU, AbsenceCause.BOUNDED, AbsenceCause.REUSE}
 
 
