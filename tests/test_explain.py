@@ -214,7 +214,8 @@ def test_a_store_that_was_dropped(opened: Opener) -> None:
             keep(session, *range(100, 100 + SLOTS))
             last = told(session, *range(100, 100 + SLOTS)).blocks[-1]
         assert last.why is Why.STORE_DROPPED
-        assert last.cause in (AbsenceCause.NO_ROOM, AbsenceCause.CLIENT_SHARE, AbsenceCause.NO_MEMORY_YET)
+        embedded = world.host is world.store  # a node limits each client before its memory is full
+        assert last.cause is (AbsenceCause.NO_ROOM if embedded else AbsenceCause.CLIENT_SHARE)
 
 
 def test_a_store_beyond_the_quota_and_an_eviction_for_it(opened: Opener) -> None:
@@ -411,6 +412,7 @@ def test_an_interrupted_call_leaves_nothing_and_later_ones_are_right(tmp_path: P
     with world.store.session(MODEL) as session:
         keep(session, 1)
         session.drop(prompt(1))
+        told(session, 1, 2)  # the first one writes the collected records
         counted = Points()
         counted.run(lambda: told(session, 1, 2))
         for at in range(1, counted.count, 7):
@@ -428,7 +430,7 @@ def test_a_drop_interrupted_anywhere_is_never_told_as_never_seen(tmp_path: Path)
         keep(session, 0)
         counted = Points()
         counted.run(lambda: session.drop(prompt(0)))
-        for at in range(1, counted.count, 5):
+        for at in range(1, counted.count - 5, 5):  # a later drop may have a few points less
             keep(session, at)
             with pytest.raises(Interrupted):
                 Points(at).run(lambda at=at: session.drop(prompt(at)))  # type: ignore[misc]

@@ -92,7 +92,7 @@ def _models(client: Client, tenant: Tenant, words: str) -> list[Model]:
     from kvtide.store.known_models import read
 
     try:
-        known = [found for found in map(read, client.models(tenant.tag)) if found is not None]
+        known = [found for about in client.models(tenant.tag) if (found := read(about, tenant)) is not None]
     except NodeUnavailable:
         raise TierError(f"the node at {client.path} is gone") from None
     if not known:

@@ -1,17 +1,22 @@
 """Remembers why blocks are not in the store: they left it, or did not get in. For ``Session.explain``.
 
 A fixed table: each block has one place in it, given by its key, and a later record of any block with the same place
-overwrites the earlier one. So memory is bounded, a record costs the same however many there are, and a batch is written
-by one numpy call. A record is two numbers. The first identifies the block: the mark of its key combined with the
-fingerprint of its identity, so that only a caller of the same identity (model, tenant, layout, group, trust domain)
-finds it. They are combined with a secret number, so that no caller can invent a key that finds another's record. The
-second packs what happened.
+overwrites the earlier one. So memory is bounded, and a record costs the same however many there are. A record is two
+numbers. The first identifies the block: the mark of its key combined with the fingerprint of its identity, so that only
+a caller of the same identity (model, tenant, layout, group, trust domain) finds it. They are combined and mixed with
+secret numbers, so that no caller can invent a key that finds another's record, and so that the places of a caller's own
+blocks tell nothing of the places of others' blocks. The second packs what happened.
 
-What the table does not say is as important as what it says: a place remembers that a record in it was overwritten. So
-a block without a record was certainly never recorded, or it is known that its record may have been overwritten.
+Records are collected first and written to the table together: a numpy call for one record costs nearly as much as for a
+thousand, and no store should pay that each time. Whoever searches the table writes the collected ones first.
+
+What the table does not say is as important as what it says: a place remembers that a record of another block in it was
+overwritten. So a block without a record was certainly never recorded, or it is known that its record may have been
+overwritten, and since when that cannot be: the later record always stays, so nothing has happened to the block since
+the time of the record in its place.
 
 Call with the index lock held. A caller that may be interrupted records first, and removes the block after that: a
-record of a block that is still there does no harm.
+record of a block that is still there does no harm. An interrupted writing of collected records is repeated by the next.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +40,8 @@ Codes = npt.NDArray[np.uint8]
 _RECORD = 16
 """Bytes of a record."""
 _WORD = (1 << 64) - 1
+_TOGETHER = 4096
+"""Records are collected until there are this many of them, or a quarter as many calls that made them."""
 
 
 class Absence(Enum):
@@ -89,6 +96,10 @@ class EvictedFor(Enum):
     SAME = "this tenant"
     OTHER = "another tenant"
 
+    @classmethod
+    def _missing_(cls, value: object) -> EvictedFor:
+        return cls.UNKNOWN  # of a newer node
+
 
 _ABSENCES, _CAUSES, _FOR_WHOM = list(Absence), list(AbsenceCause), list(EvictedFor)
 for _number, _absence in enumerate(_ABSENCES):
@@ -96,14 +107,33 @@ for _number, _absence in enumerate(_ABSENCES):
 for _number, _cause in enumerate(_CAUSES):
     _cause.code = _number
 
-_TIER, _CAUSE, _FOR, _UNWRITTEN, _OVER, _TIME = 4, 8, 13, 15, 20, 21
+_TIER, _CAUSE, _FOR, _UNWRITTEN, _OVER, _TIME = 4, 10, 15, 17, 22, 23
 """Where the parts of a record's second number begin, after the absence: tier, cause, whom, unwritten, overwritten,
 time."""
 _OVERWRITTEN = 1 << _OVER
+_LAST_TIER = (1 << _CAUSE - _TIER) - 1
+"""The number of the last tier that a record can name: a node may read from many others, each of which is a tier."""
 _SAME, _OTHER = 1, 2
 """Positions in ``EvictedFor``."""
 _TICKS = 10_000
 """Of a record's time, per second."""
+_SPLITMIX = np.uint64(0x94D049BB133111EB)
+
+Mask = npt.NDArray[np.bool_]
+
+
+class _Note(NamedTuple):
+    """Records made by one call."""
+
+    marks: Numbers
+    identities: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.uint16]
+    """Numbers of the blocks' tenants."""
+    word: int
+    """What happened to all of them, and when."""
+    tenant: int
+    unwritten: Codes | None
+    times: npt.NDArray[np.float64] | None
 
 
 class _Columns(Protocol):
@@ -139,7 +169,8 @@ class Absences:
     unwritten: Codes
     """As given to ``AbsenceLog.note``."""
     times: npt.NDArray[np.float64]
-    """Seconds since 1970."""
+    """Seconds since 1970. Without a record: when the last thing happened to a block with the same place, so that
+    nothing has happened to this one since."""
     doubtful: npt.NDArray[np.bool_]
     """Whether there is no record, but one may have been overwritten."""
 
@@ -159,11 +190,14 @@ class AbsenceLog:
         self.on = size > 0
         self._mask = np.uint64(max(0, size - 1))
         self._table = np.zeros((size, 2), np.uint64)
-        self._marks = self._table[:, 0]
+        self._names = self._table[:, 0]
         self._items = self._table.view(np.complex128).reshape(size)
         """The same memory, with a record as one number of 16 bytes: numpy copies these ten times faster than rows."""
-        self._secret = secrets.randbits(64) | 1
-        self._factor = np.uint64(self._secret)
+        self._factor, *self._secrets = (np.uint64(secrets.randbits(64) | 1) for _ in range(5))
+        self._collected: list[_Note] = []
+        """Not yet in the table."""
+        self._count = 0
+        """Records in it."""
         self._records = 0
         self.since = self._clock.time()
         """When it began, in seconds since 1970."""
@@ -189,28 +223,15 @@ class AbsenceLog:
         ``tenant``: the number of the tenant whose block needs their space; 0: unknown. ``unwritten``: a number below 32
         that says why no colder tier has them.
         """
-        if not self.on or not len(rows):
-            return
-        index = self._index
-        word = self._word(absence, tier, cause)
-        words: Numbers | None = None
-        if tenant:
-            owners = index.tenant[rows]
-            if owners.tobytes() == owners[:1].tobytes() * len(owners):  # the common case, made cheap
-                word |= _whom(int(owners[0]), tenant) << _FOR
-            else:
-                whom = np.where(owners == tenant, _SAME, np.where(owners > 0, _OTHER, 0))
-                words = np.uint64(word) | whom.astype(np.uint64) << np.uint64(_FOR)
-        if times is not None:
-            ticks = np.maximum(0, (np.minimum(times, self._clock.time()) - self.since) * _TICKS).astype(np.uint64)
-            words = np.uint64(word & (1 << _TIME) - 1) | ticks << np.uint64(_TIME)
-        elif not isinstance(unwritten, int) or unwritten:
-            known = np.uint64(word) if words is None else words
-            words = known | np.asarray(unwritten, np.uint64) << np.uint64(_UNWRITTEN)
-        names = index.identity[rows].view(np.uint64)
-        names *= self._factor
-        names += index.mark[rows]
-        self._write(names, np.uint64(word) if words is None else words)
+        if self.on and (count := len(rows)):
+            index = self._index
+            word = self._word(absence, tier, cause)
+            codes = None if isinstance(unwritten, int) or count == 1 else unwritten
+            if codes is None:
+                word |= (unwritten if isinstance(unwritten, int) else int(unwritten[0])) << _UNWRITTEN
+            # copies: the rows may have other blocks when the records are written
+            columns = index.mark[rows], index.identity[rows], index.tenant[rows]
+            self._collect(count, _Note(*columns, word, tenant, codes, times))
 
     def note_blocks(
         self,
@@ -221,45 +242,95 @@ class AbsenceLog:
         cause: AbsenceCause = AbsenceCause.NONE,
     ) -> None:
         """The same for blocks of one identity that may have no rows, given the marks of their keys."""
-        if self.on and len(marks):
-            self._write(marks + self._mixed(identity), np.uint64(self._word(absence, tier, cause)))
-
-    def _mixed(self, identity: int) -> np.uint64:
-        return np.uint64((identity * self._secret) & _WORD)
+        if self.on and (count := len(marks)):
+            nobody = np.zeros(count, np.uint16)
+            word = self._word(absence, tier, cause)
+            self._collect(count, _Note(marks, np.full(count, identity, np.int64), nobody, word, 0, None, None))
 
     def _word(self, absence: Absence, tier: int, cause: AbsenceCause) -> int:
         ticks = max(0, int((self._clock.time() - self.since) * _TICKS))
-        return (absence.code | tier << _TIER | cause.code << _CAUSE | ticks << _TIME) & _WORD
+        return absence.code | min(tier, _LAST_TIER) << _TIER | cause.code << _CAUSE | ticks << _TIME
 
-    def _write(self, names: Numbers, words: Numbers | np.uint64) -> None:
-        """``words``: one for each name, or one for all. A place that had a record is marked as overwritten, even if it
-        was of the same block: that is quicker to find out."""
+    def _collect(self, count: int, note: _Note) -> None:
+        self._records += count
+        self._count += count
+        self._collected.append(note)
+        if self._count >= _TOGETHER or len(self._collected) * 4 >= _TOGETHER:
+            self.write()
+
+    def write(self) -> None:
+        """Write the collected records to the table."""
+        if notes := self._collected:
+            marks, identities, owners, words, tenants, _, _ = zip(*notes, strict=True)
+            counts = [len(each) for each in marks]
+            names = self._mixed(np.concatenate(marks), np.concatenate(identities).view(np.uint64))
+            whose, tenant = np.concatenate(owners), np.repeat(np.array(tenants, np.int64), counts)
+            whom = np.where(whose == tenant, np.uint64(_SAME), np.uint64(_OTHER)) * ((whose > 0) & (tenant > 0))
+            records = np.repeat(np.array(words, np.uint64), counts) | whom << np.uint64(_FOR)
+            late: Mask | None = None
+            first = 0
+            for note, count in zip(notes, counts, strict=True):
+                mine = slice(first, first + count)
+                first += count
+                if note.unwritten is not None:
+                    records[mine] |= note.unwritten.astype(np.uint64) << np.uint64(_UNWRITTEN)
+                if note.times is not None:
+                    late = np.zeros(len(records), np.bool_) if late is None else late
+                    late[mine] = True
+                    ticks = np.maximum(0, (note.times - self.since) * _TICKS).astype(np.uint64)
+                    records[mine] &= np.uint64((1 << _TIME) - 1)
+                    records[mine] |= np.minimum(ticks, np.uint64(note.word >> _TIME)) << np.uint64(_TIME)
+            self._write(names, records, late)
+            # Last: if this is interrupted, the next call repeats it, and that gives the same table.
+            self._collected = []
+            self._count = 0
+
+    def _mixed(self, marks: Numbers, identities: Numbers) -> Numbers:
+        """The names of blocks: two rounds of the finaliser of SplitMix64, each with secret numbers. Overwrites
+        ``identities``."""
+        names = identities
+        names *= self._factor
+        names += marks
+        first, second, third, fourth = self._secrets
+        for added, factor in ((first, second), (third, fourth)):
+            names += added
+            names ^= names >> np.uint64(30)
+            names *= factor
+            names ^= names >> np.uint64(27)
+            names *= _SPLITMIX
+            names ^= names >> np.uint64(31)
+        return names
+
+    def _write(self, names: Numbers, words: Numbers, late: Mask | None) -> None:
+        """``late``: the mask of records that do not overwrite later ones of other blocks."""
         at = (names & self._mask).view(np.int64)
-        used = self._marks[at] != 0
-        count = used.tobytes().count(1)
-        if count == len(names):
-            words = words | np.uint64(_OVERWRITTEN)
-        elif count:
-            words = words | used * np.uint64(_OVERWRITTEN)
+        before = self._items[at].view(np.uint64).reshape(len(at), 2)
+        old, known = before[:, 0], before[:, 1]
+        others = (old != 0) & (old != names)
+        words |= known & np.uint64(_OVERWRITTEN) | others * np.uint64(_OVERWRITTEN)
+        if late is not None:
+            stay = late & others & (known >> np.uint64(_TIME) > words >> np.uint64(_TIME))
+            self._table[at[stay], 1] |= np.uint64(_OVERWRITTEN)
+            at, names, words = at[~stay], names[~stay], words[~stay]
         records = np.empty((len(names), 2), np.uint64)
         records[:, 0] = names
         records[:, 1] = words
         self._items[at] = records.view(np.complex128)[:, 0]  # in one step: an interrupted caller leaves whole records
-        self._records += len(names)
-        if len(names) > 1:
-            lost = self._marks[at] != names  # two blocks of this batch have one place
-            if b"\1" in lost.tobytes():
-                self._table[at[lost], 1] |= np.uint64(_OVERWRITTEN)
+        lost = self._names[at] != names  # two blocks of this batch have one place
+        if lost.any():
+            self._table[at[lost], 1] |= np.uint64(_OVERWRITTEN)
 
     def find(self, marks: Numbers, identity: int) -> Absences:
         """What is recorded of blocks of one identity, given the marks of their keys."""
         if not self.on:
             none = np.zeros(len(marks), np.uint8)
             return Absences(none, none, none, none, none, np.zeros(len(marks)), np.ones(len(marks), np.bool_))
-        names = marks + self._mixed(identity)
+        self.write()
+        names = self._mixed(marks, np.full(len(marks), identity, np.int64).view(np.uint64))
         found = self._table[names & self._mask]
         known, words = found[:, 0] == names, found[:, 1]
         doubtful = ~known & (words & np.uint64(_OVERWRITTEN) != 0)
+        times = self.since + (words >> np.uint64(_TIME)).astype(np.float64) / _TICKS
         words = np.where(known, words, np.uint64(0))
 
         def part(start: int, stop: int) -> Codes:
@@ -271,11 +342,6 @@ class AbsenceLog:
             part(_CAUSE, _FOR),
             part(_FOR, _UNWRITTEN),
             part(_UNWRITTEN, _OVER),
-            self.since + (words >> np.uint64(_TIME)).astype(np.float64) / _TICKS,
+            times,
             doubtful,
         )
-
-
-def _whom(owner: int, tenant: int) -> int:
-    """Whether space is needed for the owner of a block, for another tenant, or that is unknown (0)."""
-    return _SAME if owner == tenant else _OTHER if owner else 0

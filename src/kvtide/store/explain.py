@@ -160,14 +160,16 @@ def explained(
         columns.why[end:longest] = _CODE[Why.NO_ROOM]
         columns.why[longest:] = _CODE[Why.AFTER_A_MISS]
         columns.tier[:] = 1 + (_tiers(partition, layout, rows, plan.blocks) if past is None else past.tiers)
-        _why_absent(_Records(partition, now, past), layout, identities, joined, rows, whole, longest, columns)
+        records = _Records(partition, now, past)
+        _why_absent(records, layout, identities, joined, rows, whole, longest, columns)
+        _failed_loads(records, layout, identities, joined, longest, columns)
     tiers = ["", "dram", *(cold.name for cold in partition.colds), ENGINE]
-    since = partition.index.absence_log.since
+    since, shared = partition.index.absence_log.since, bool(partition.shared_tiers)
 
     def build() -> Explanation:
         found, totals = columns.ranges(tiers, layout, now, _MOST if past is None else RANGES)
         times = plan.load_seconds, plan.compute_seconds, plan.slower_load, plan.slower_compute
-        return Explanation(0, layout.block_tokens, found, now, since, *times, totals=totals)
+        return Explanation(0, layout.block_tokens, found, now, since, *times, totals=totals, shared=shared)
 
     return build
 
@@ -234,7 +236,9 @@ def _why_absent(
     for number, group in enumerate(layout.groups):
         if not group.required:
             continue
-        mine = longest + np.flatnonzero(~whole[group.name][longest:])
+        # of a window only what the whole prompt needs is told of
+        start = max(longest, group.needs(len(joined) // 32, layout.block_tokens).start)
+        mine = start + np.flatnonzero(~whole[group.name][start:])
         mine = mine[~columns.decided[mine]]
         if not len(mine):
             continue
@@ -247,7 +251,7 @@ def _why_absent(
         why[~known & doubtful] = _CODE[Why.RECORD_OVERWRITTEN if log.on else Why.NOT_RECORDED]
         if source.past is not None and source.past.searched:
             why[:] = _CODE[Why.SEARCHED]
-        when = np.where(known, records.times, np.nan)
+        when = np.where(known | records.doubtful, records.times, np.nan)
         tier = np.where(known & _WITH_TIER[records.codes], 1 + records.tiers, 0)
         if (expiry := source.expiry(group.name, mine, here)) is not None:
             expired = (here > 0) & (expiry <= source.now)
@@ -260,6 +264,24 @@ def _why_absent(
         told = known & (why == _OF_ABSENCE[records.codes])
         columns.cause[mine], columns.for_whom[mine] = records.causes * told, records.for_whom * told
         columns.unwritten[mine], columns.group[mine], columns.decided[mine] = records.unwritten * told, number, True
+
+
+def _failed_loads(
+    source: _Records, layout: Layout, identities: Mapping[str, Identity], joined: bytes, longest: int, columns: _Columns
+) -> None:
+    """Fill in why loads of blocks before ``longest`` failed: these may stay in their tier. In the past: loads after the
+    match."""
+    cold = np.flatnonzero((columns.tier[:longest] > 1) & (columns.tier[:longest] <= 1 + len(source.partition.colds)))
+    if not len(cold):
+        return
+    marks = _marks_of(joined)[cold]
+    for group in layout.groups:
+        records = source.partition.index.absence_log.find(marks, identities[group.name].fingerprint)
+        failed = group.required & (records.codes == Absence.LOAD_FAILED.code)
+        if source.past:
+            failed &= records.times >= source.now - _TICK
+        columns.cause[cold[failed]] = records.causes[failed]
+        columns.when[cold[failed]] = np.nan if source.past else records.times[failed]
 
 
 def _unknown(partition: Partition) -> Why:

@@ -27,7 +27,7 @@ class Why(Enum):
     NO_ROOM = "more than DRAM holds"
     """It is stored, but DRAM cannot hold that many blocks of one prompt at a time."""
     AFTER_A_MISS = "after a miss"
-    """It is stored, but cannot be used, because a block before it is missing."""
+    """It is stored, but cannot be used, because a block before it is missing, or one that a window needs."""
     BEING_WRITTEN = "being written"
     EVICTED = "evicted"
     EXPIRED = "expired"
@@ -83,11 +83,13 @@ class ExplainedBlocks:
     tier: str = ""
     """Where they are, or what they left; empty if unknown or in no tier."""
     cause: AbsenceCause = AbsenceCause.NONE
+    """Of hits: why a load of them failed."""
     for_whom: EvictedFor = EvictedFor.UNKNOWN
     unwritten: Unwritten | None = None
     """Why no colder tier had them when they were evicted from DRAM; None if there is none."""
     ago: tuple[float, float] | None = None
-    """How many seconds ago it happened to the last and to the first of them; None if that is not known."""
+    """How many seconds ago it happened to the last and to the first of them; None if that is not known. Of records that
+    may have been overwritten: since when nothing has happened."""
     group: str = ""
     """The group that lacks them; empty if the layout has only one."""
     differs: tuple[str, ...] = ()
@@ -148,6 +150,8 @@ class Explanation:
     """The engine's name of the request, if this explains a past one."""
     totals: ExplainedTotals | None = None
     """None if ``blocks`` has all blocks; else the last of them are ``Why.NOT_LISTED``."""
+    shared: bool = False
+    """Whether there is shared storage, in which another user may have stored again what left the store."""
 
     @property
     def hits(self) -> int:
@@ -249,12 +253,13 @@ class Explanation:
     def said(self, some: ExplainedBlocks) -> str:
         """The explanation of some of the blocks, in words."""
         tier, since = _shown(some.tier), moment(self.since)
+        failed = f", but a load{self._when(some)} failed{_because(some)}" if some.cause is not AbsenceCause.NONE else ""
         text = {
-            Why.HIT: f"in {tier}",
+            Why.HIT: f"in {tier}{failed}",
             Why.QUICKER_TO_COMPUTE: f"in {tier}, but quicker to compute ({_seconds(self.slower_compute)}) than to load "
             f"({_seconds(self.slower_load)})",
             Why.NO_ROOM: f"in {tier}, but more than DRAM can hold at a time",
-            Why.AFTER_A_MISS: f"in {tier}, but of no use without the blocks before",
+            Why.AFTER_A_MISS: f"in {tier}, but of no use without those that are missing",
             Why.BEING_WRITTEN: "being written now",
             Why.EVICTED: f"evicted from {tier}{self._when(some)}{_evicted_by(some)}",
             Why.EXPIRED: f"expired{self._when(some)}",
@@ -267,12 +272,15 @@ class Explanation:
             Why.NEVER_SEEN: f"never seen since the store was opened at {since}",
             Why.NOT_SEEN_HERE: f"not seen here since {since}, nor found in shared storage so far",
             Why.UNKNOWN_SINCE_RESTART: f"unknown since restart: not seen since {since}, and nothing is known of before",
-            Why.RECORD_OVERWRITTEN: "unknown: a record may have been overwritten by later ones",
+            Why.RECORD_OVERWRITTEN: "unknown: a record may have been overwritten by later ones"
+            + (f"; nothing has happened to it since {moment(self.now - some.ago[0])}" if some.ago else ""),
             Why.NOT_RECORDED: "unknown: nothing is recorded",
             Why.NO_NODE: "unknown: no node is available",
             Why.NOT_LISTED: self._not_listed(),
             Why.UNKNOWN: "unknown to this version of kvtide",
         }[some.why]
+        if self.shared and some.why in _LEFT:
+            text += "; whether shared storage has it again is not known"
         return f"{text} (group {some.group})" if some.group else text
 
     def _not_listed(self) -> str:
@@ -312,6 +320,7 @@ def _span(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+_LEFT = {Why.EVICTED, Why.EXPIRED, Why.DROPPED, Why.FORGOTTEN, Why.LOAD_FAILED, Why.STORE_DROPPED}
 _POLICIES = {AbsenceCause.LRU, AbsenceCause.BOUNDED, AbsenceCause.REUSE}
 
 
@@ -367,6 +376,8 @@ def _advice(some: ExplainedBlocks) -> str:
     if some.why is Why.STORE_DROPPED:
         if some.cause is AbsenceCause.CLIENT_SHARE:
             return "Raise dram.budget or node.client_share."
+        if some.cause is AbsenceCause.NO_MEMORY_YET:
+            return "The node was still taking its memory from the system, as a new one does: ask again."
         if some.cause is AbsenceCause.GIVEN_UP:
             return "The engine began to store it and stopped: see its log."
         return "Raise dram.budget, or the tenant's quota of it."

@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 
 from kvtide import arguments
 from kvtide.errors import KvtideError, LayoutError, TierError, UnknownTenantError
+from kvtide.index.absence_log import Absence
 from kvtide.security.audit import audit_of
 from kvtide.security.key_admin import destroy
 from kvtide.security.key_file import KeyFile
@@ -87,7 +88,8 @@ def forget(partitions: Sequence[Partition], tenant: bytes, who: str) -> Forgotte
                     keys = partition.shred(tenant, mine)
                     traces |= bool(keys)  # of free slots too: data was erased though no block was found
                     # the key ring may have dropped them already
-                    found += partition.drop(keys, notify_others=False) + len(before.difference(keys))
+                    found += partition.drop(keys, notify_others=False, absence=Absence.FORGOTTEN)
+                    found += len(before.difference(keys))
                 except KvtideError as e:
                     errors.append(e)  # the other partitions forget the tenant all the same
                 held += partition.zero_traces(tenant)

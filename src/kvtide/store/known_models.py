@@ -2,7 +2,8 @@
 
 A namespace is a digest and does not tell what it was made of, so a session brings a description of its model. A caller
 gets the descriptions of one tenant and trust domain, and names its tokens for those models itself: the store does not
-have the secret that this takes.
+have the secret that this takes. A description is encrypted with a key made from that secret, because a tenant's tag,
+with which a caller asks for them, is no secret. What was written without the tenant's secret is not read.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
+from blake3 import blake3
 
 from kvtide.block import Group, Kind, Layout
 from kvtide.errors import KvtideError
-from kvtide.index.keys import Model
+from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 
 __all__ = ["DESCRIPTION", "KnownModels", "describe", "differences", "read"]
 
 DESCRIPTION = 16 << 10
 """The most bytes of a description. A model with a longer one is not remembered."""
+_SEAL = 32
+"""Bytes before an encrypted description."""
 _OF_A_TENANT, _OF_ALL = 32, 256
 """The most models that are remembered: the ones used last."""
 
@@ -36,8 +41,8 @@ class _Description(msgspec.Struct, array_like=True):
     fidelity: str
 
 
-def describe(model: Model) -> bytes:
-    """A model as bytes that ``read`` understands; empty if it is too long."""
+def describe(model: Model, tenant: Tenant = DEFAULT_TENANT) -> bytes:
+    """A model as bytes that ``read`` understands for the same tenant; empty if it is too long."""
     groups = [
         (g.name, g.kind.value, g.layers, g.heads, g.head_dim, g.dtype, g.window, g.page, g.packing)
         for g in model.layout.groups
@@ -47,18 +52,46 @@ def describe(model: Model) -> bytes:
         made = msgspec.msgpack.encode(_Description(model.layout.block_tokens, groups, *fields))
     except (TypeError, OverflowError):  # a value of the configuration that has no form in MessagePack
         return b""
-    same = len(made) <= DESCRIPTION and (found := read(made)) is not None and found.namespace() == model.namespace()
-    return made if same else b""
+    sealed = _seal(made, tenant)
+    same = len(sealed) <= DESCRIPTION and (found := read(sealed, tenant)) and found.namespace() == model.namespace()
+    return sealed if same else b""
 
 
-def read(description: bytes) -> Model | None:
-    """The model with that description; None if it is none."""
+def _seal(made: bytes, tenant: Tenant) -> bytes:
+    """Encrypt and authenticate a description. Equal ones become equal: the mark at the front follows from the text, and
+    the key stream from the mark."""
+    key = _key(tenant)
+    mark = blake3(made, key=key).digest(_SEAL)
+    return mark + _applied(made, key, mark)
+
+
+def _opened(sealed: bytes, tenant: Tenant) -> bytes:
+    key, mark = _key(tenant), sealed[:_SEAL]
+    made = _applied(sealed[_SEAL:], key, mark)
+    if blake3(made, key=key).digest(_SEAL) != mark:
+        raise ValueError("the description was not made with this tenant's secret")
+    return made
+
+
+def _key(tenant: Tenant) -> bytes:
+    return blake3(tenant.secret, derive_key_context="kvtide 1 model description").digest()
+
+
+def _applied(text: bytes, key: bytes, mark: bytes) -> bytes:
+    stream = blake3(b"stream" + mark, key=key).digest(len(text))
+    return (np.frombuffer(text, np.uint8) ^ np.frombuffer(stream, np.uint8)).tobytes()
+
+
+def read(description: bytes, tenant: Tenant = DEFAULT_TENANT) -> Model | None:
+    """The model with that description of this tenant; None if it is none."""
     try:
-        about = msgspec.msgpack.decode(description, type=_Description)
+        about = msgspec.msgpack.decode(_opened(description, tenant), type=_Description)
         groups = tuple(Group(g[0], Kind(g[1]), *g[2:]) for g in about.groups)
         layout = Layout(groups, about.block_tokens)
-        return Model(layout, about.weights, about.config, about.scales, about.adapter, about.fidelity)
-    except (msgspec.MsgspecError, KvtideError, ValueError):
+        model = Model(layout, about.weights, about.config, about.scales, about.adapter, about.fidelity)
+        model.namespace()  # a configuration may have values that no namespace can be made of
+        return model
+    except (msgspec.MsgspecError, KvtideError, ValueError, TypeError, OverflowError, RecursionError):
         return None
 
 

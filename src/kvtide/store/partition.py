@@ -30,7 +30,7 @@ from kvtide.config import Config, Storage
 from kvtide.errors import ClosedError, TierError
 from kvtide.events import Event, Feed
 from kvtide.index import work_slices
-from kvtide.index.absence_log import AbsenceLog
+from kvtide.index.absence_log import Absence, AbsenceLog
 from kvtide.index.index import ABSENT, DRAM, SEALED, Index, Mask, Rows
 from kvtide.index.orphans import Orphans
 from kvtide.index.tenant_usage import TenantUsage
@@ -454,13 +454,19 @@ class Partition:
         return expiring.found
 
     def drop(
-        self, keys: Sequence[BlockKey], timeout: float | None = None, *, who: Asker = None, notify_others: bool = True
+        self,
+        keys: Sequence[BlockKey],
+        timeout: float | None = None,
+        *,
+        who: Asker = None,
+        notify_others: bool = True,
+        absence: Absence = Absence.DROPPED,
     ) -> int:
         """Remove blocks from every tier permanently; see ``Session.drop``. If ``notify_others``, other users of the
-        storage are notified."""
+        storage are notified. ``absence`` is recorded as what happened."""
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
-        found = self.pipeline.drop(keys, ended.put, who=who, notify_others=notify_others)
+        found = self.pipeline.drop(keys, ended.put, who=who, notify_others=notify_others, absence=absence)
         if (failed := _wait_for(ended, timeout)) is None:
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:
@@ -480,24 +486,24 @@ class Partition:
 
     # -- dropping what others dropped, or lost the key of -------------------------------------------------
 
-    def drop_here(self, keys: Sequence[BlockKey]) -> None:
+    def drop_here(self, keys: Sequence[BlockKey], absence: Absence = Absence.DROPPED) -> None:
         """Drop blocks without waiting, but leave shared storage alone. Raises ClosedError if the tiers are closed: then
         the blocks would be on the disk when it is opened again."""
         self._check_open()
-        self._drop(keys)
+        self._drop(keys, absence)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("blocks are not dropped: the store is closed")
 
-    def _drop(self, keys: Sequence[BlockKey]) -> None:
-        self.pipeline.drop(keys, lambda failed: None, shared=False)
+    def _drop(self, keys: Sequence[BlockKey], absence: Absence) -> None:
+        self.pipeline.drop(keys, lambda failed: None, shared=False, absence=absence)
 
     def forget_here(self, tenant: bytes) -> None:
         """Drop a tenant's blocks without waiting, but leave shared storage alone."""
         self._check_open()
         with self.pipeline.forgetting(tenant):
-            self.drop_here(self.shred(tenant, ()))
+            self.drop_here(self.shred(tenant, ()), Absence.FORGOTTEN)
             self._zero_traces_later(tenant)
 
     def drop_all_here(self) -> None:
@@ -513,7 +519,7 @@ class Partition:
     def _key_gone(self, tenant: bytes) -> None:
         """Drop a tenant's blocks after its key was destroyed: data read with the key must not stay in memory. Other
         stores may still have the key, so shared storage is left alone."""
-        self._drop(self.pipeline.keys_of(tenant))
+        self._drop(self.pipeline.keys_of(tenant), Absence.FORGOTTEN)
         self._zero_traces_later(tenant)
 
     def shred(self, tenant: bytes, data_keys: Collection[bytes]) -> list[BlockKey]:

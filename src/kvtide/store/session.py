@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvtide import arguments, forks
 from kvtide.block import Span
 from kvtide.call_guard import CallGuard
-from kvtide.errors import ClosedError, LayoutError, RightError
+from kvtide.errors import ClosedError, KvtideError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, Chain, Extra, Model, Tenant, Tokens
 from kvtide.index.lease import Reservation
 from kvtide.interrupts import again_if_interrupted
@@ -55,6 +55,8 @@ _NAME = 256
 """The most characters of a request's name."""
 _OTHER_MODELS = 16
 """The most other models of a tenant for which a prompt is looked up when it is explained."""
+_OTHER_BLOCKS = 20_000
+"""The most blocks that are looked up for these models, all together."""
 _PAUSE, _LONGEST = 0.001, 0.05
 """Seconds between two matches while waiting for more: the first pause, and the longest."""
 
@@ -322,12 +324,18 @@ class Session:
     def _elsewhere(self, chain: Chain) -> Iterator[tuple[int, tuple[str, ...]]]:
         """For each other model of this tenant: how many of a prompt's first tokens are stored for it, and in what it
         differs."""
-        models = (read(description) for description in self._backend.models())
+        models = (read(description, self._tenant) for description in self._backend.models())
         others = [
             m for m in models if m is not None and m.namespace(self._tenant) != self.model.namespace(self._tenant)
         ]
+        blocks = _OTHER_BLOCKS
         for model in others[:_OTHER_MODELS]:
-            with self._session_host.session(model, self._tenant) as other:
+            blocks -= chain.tokens // model.layout.block_tokens
+            if blocks < 0:  # a model with tiny blocks: others are looked at all the same
+                blocks += chain.tokens // model.layout.block_tokens
+                continue
+            # another caller described the model: if it cannot be used, this caller is still told of the others
+            with contextlib.suppress(KvtideError, TypeError), self._session_host.session(model, self._tenant) as other:
                 found = other.backend.explain(other.chain(chain.named, chain.extras), None)
                 yield found.stored * model.layout.block_tokens, differences(self.model, model)
 

@@ -171,7 +171,9 @@ class Store(SessionHost):
         namespace = model.namespace(tenant)
         backend = LocalBackend(self.partition_of(tenant.tag), model.layout, namespace, tenant.tag)
         if self.config.explain.memory:
-            backend.first_use = functools.partial(self.known_models.note, tenant.tag, b"", namespace, describe(model))
+            backend.first_use = functools.partial(
+                self.known_models.note, tenant.tag, b"", namespace, describe(model, tenant)
+            )
         return backend
 
     def partition_of(self, tenant: bytes) -> Partition:

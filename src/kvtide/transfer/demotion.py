@@ -182,6 +182,7 @@ class Demotion:
             self._index.absence_log.note(
                 gone[self._nowhere_but(cold.number, gone)], Absence.EVICTED, cold.number, cause, tenant
             )
+            self._residents.displaced.update(gone[self._index.state[DRAM][gone] != ABSENT].tolist())
         if rows and self._feed.followed:
             events.append(BlockRemoved(cold.name, keys, "evicted", self._index.identities(rows_of(rows))))
         for row, key in zip(rows, keys, strict=True):
@@ -446,8 +447,11 @@ class Demotion:
         return alone
 
     def why_unwritten(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """For rows that no colder tier has: ``Unwritten.code`` of the reason. Call with the lock held."""
+        """Of rows in no colder tier: ``Unwritten.code`` of the reason; 0: one had it and evicted it. Call with the
+        lock held."""
         codes = np.full(len(rows), Unwritten.NOT_ADMITTED.code, np.uint8)
+        if displaced := self._residents.displaced:
+            codes[[row in displaced for row in rows.tolist()]] = 0
         if unwritten := self._residents.unwritten:
             for i, row in enumerate(rows.tolist()):
                 if (reasons := unwritten.get(row)) is not None:

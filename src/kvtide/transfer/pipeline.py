@@ -668,13 +668,14 @@ class Pipeline:
         shared: bool = True,
         who: Asker = None,
         notify_others: bool = True,
+        absence: Absence = Absence.DROPPED,
     ) -> int:
         """Remove blocks from every tier, or from all but shared storage; returns how many were found.
 
-        If ``notify_others``, other users of the shared storage are notified. ``done`` gets the number of blocks not
-        erased. Works in slices and pauses between them: call without the lock.
+        If ``notify_others``, other users of the shared storage are notified. ``absence`` is recorded as what happened.
+        ``done`` gets the number of blocks not erased. Works in slices and pauses between them: call without the lock.
         """
-        drop = DropRequest(self, keys, done, shared, who, notify_others)
+        drop = DropRequest(self, keys, done, shared, who, notify_others, absence)
         while drop.step():
             rest()
         return drop.found
@@ -686,6 +687,7 @@ class Pipeline:
         colds: Sequence[ColdTier],
         barrier: DropBarrier,
         erase: Sequence[Erased],
+        absence: Absence,
     ) -> int:
         """Remove one slice of blocks from the index; returns how many were found. What ``colds`` must erase is added to
         ``erase`` before anything is removed, because a caller that is interrupted here must still erase it."""
@@ -699,14 +701,12 @@ class Pipeline:
                     for cold, items in zip(colds, erase, strict=True):
                         # Row 0 has no place, but a tier may have traces of blocks that the index no longer knows.
                         items += zip(keys, index.place[cold.number][rows].tolist(), strict=True)
-                    # The store itself drops blocks because others dropped them, or to forget their tenant.
-                    forgotten = who is None and self._residents.forgotten
-                    index.absence_log.note(found, Absence.FORGOTTEN if forgotten else Absence.DROPPED)
+                    index.absence_log.note(found, absence)
                     self._detach_many(self._with_hidden(keys, found), "dropped", events)
                     self._eraser.await_dying(keys, barrier)
                 except BaseException:
                     self.repair()
-                    self._detach_all(keys)
+                    self._detach_all(keys, absence)
                     raise
                 self.counts[Count.BLOCKS_DROPPED] += len(found)
         finally:
@@ -732,14 +732,14 @@ class Pipeline:
             return rows
         return np.append(rows, rows_of([self._hidden[key] for key in keys if key in self._hidden]))
 
-    def _detach_all(self, keys: Sequence[BlockKey]) -> None:
+    def _detach_all(self, keys: Sequence[BlockKey], absence: Absence) -> None:
         """Remove from the index those blocks that are still there, however often this is interrupted. Call with the
         lock held."""
         for _ in range(_REPAIRS):
             try:
                 rows = self._index.rows(keys)
                 found = np.unique(rows[rows > 0])
-                self._index.absence_log.note(found, Absence.DROPPED)
+                self._index.absence_log.note(found, absence)
                 self._detach_many(self._with_hidden(keys, found), "dropped", [])
             except BaseException:  # noqa: BLE001 - the caller raises the one that began it
                 self.repair()
@@ -976,15 +976,17 @@ class DropRequest:
         shared: bool = True,
         who: Asker = None,
         notify_others: bool = True,
+        absence: Absence = Absence.DROPPED,
     ) -> None:
         """``shared``: also drop from shared storage; ``notify_others``: and notify its other users.
 
-        ``done`` gets the number of blocks that were not erased.
+        ``done`` gets the number of blocks that were not erased. ``absence`` is recorded as what happened.
         """
         self._pipeline = pipeline
         self._keys = keys
         self._who = who
         self._notify_others = notify_others
+        self._absence = absence
         self._colds = [cold for cold in pipeline.colds if shared or not cold.shared]
         self._barrier = DropBarrier(2 + len(self._colds), done)
         self._erase: list[Erased] = [[] for _ in self._colds]
@@ -998,7 +1000,9 @@ class DropRequest:
         self._at += len(keys)
         if keys:
             try:
-                self.found += self._pipeline.drop_some(keys, self._who, self._colds, self._barrier, self._erase)
+                self.found += self._pipeline.drop_some(
+                    keys, self._who, self._colds, self._barrier, self._erase, self._absence
+                )
             except BaseException:
                 self._erase_all()
                 raise

@@ -176,7 +176,10 @@ class Promotion:
             if not grown:
                 self._counts[Count.LOAD_NO_ROOM] += len(left)
                 with self._index.lock:
-                    self._note_failed(left, identity, DRAM, AbsenceCause.NO_ROOM)
+                    away = left
+                    for cold in self._colds:
+                        there, away = _part(away, self._index.state[cold.number], SEALED)
+                        self._note_failed(there, identity, cold.number, AbsenceCause.NO_ROOM)
                 transfer.finish(left.tolist(), [False] * len(left))
                 break
         return _NONE
@@ -233,7 +236,7 @@ class Promotion:
                 self._space.refuse(identity, len(mine) - allowed, load=True)
                 forgetting = identity.tenant in self._residents.forgotten
                 cause = AbsenceCause.FORGETTING if forgetting else AbsenceCause.QUOTA
-                self._note_failed(mine[allowed:], identity, DRAM, cause)
+                self._note_failed(mine[allowed:], identity, cold.number, cause)
                 mine, away = mine[:allowed], np.concatenate([away, mine[allowed:]])
             places = self._space.take(identity, len(mine), events, mine)
             if len(places) < len(mine):
@@ -242,7 +245,7 @@ class Promotion:
                     left = np.concatenate([left, rest])
                 else:
                     self._counts[Count.LOAD_NO_ROOM] += len(rest)
-                    self._note_failed(rest, identity, DRAM, AbsenceCause.NO_ROOM)
+                    self._note_failed(rest, identity, cold.number, AbsenceCause.NO_ROOM)
                     away = np.concatenate([away, rest])
             if len(mine):
                 self._fly(cold, mine, places, identity, transfer)

@@ -98,6 +98,8 @@ class Residents:
         """Rows that a colder tier refused: a failing disk must not fill DRAM with blocks that wait for it."""
         self.unwritten: dict[int, dict[int, Unwritten]] = {}
         """Why rows are not in colder tiers that should have them, by row and tier number."""
+        self.displaced: set[int] = set()
+        """Rows that a colder tier had and evicted."""
 
     # -- holds --------------------------------------------------------------------------------------------
 
@@ -221,6 +223,8 @@ class Residents:
             self.refused.discard(row)
         if self.unwritten:
             self.unwritten.pop(row, None)
+        if self.displaced:
+            self.displaced.discard(row)
 
     def give_up(self, rows: Rows) -> None:
         """Remove distinct rows from DRAM that were not filled: their slots may have bytes of any tenant."""
@@ -294,7 +298,7 @@ class Residents:
         for gone in (self.tokens, self._checks or {}, self.unwritten):
             for row in [row for row in gone if absent[row]]:
                 del gone[row]
-        for gone_rows in (self.refused, self._to_zero, self._with_foreign_bytes):
+        for gone_rows in (self.refused, self.displaced, self._to_zero, self._with_foreign_bytes):
             gone_rows.difference_update([row for row in gone_rows if absent[row]])
         self.doom_many(rows_of([row for row in index.detached() if row not in hidden]))
         self.doomed.difference_update([row for row in self.doomed if not index.alive(row)])
@@ -319,6 +323,8 @@ class Residents:
             if not self._rows[number]:
                 del self._identity_numbers[self._identities[number]]
                 self._vacant.append(number)
+        if self.displaced:
+            self.displaced.difference_update(rows.tolist())
         if self.tokens or self._checks or self.refused or self.unwritten:
             for row in rows.tolist():
                 self.tokens.pop(row, None)

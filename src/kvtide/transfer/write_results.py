@@ -58,12 +58,13 @@ class Unwritten(Enum):
         return self in (Unwritten.NO_TIER, Unwritten.NOT_ADMITTED)
 
     @classmethod
+    def _missing_(cls, value: object) -> Unwritten:
+        return cls.UNKNOWN  # of a newer node
+
+    @classmethod
     def of(cls, value: str) -> Unwritten:
         """The reason with this protocol value; UNKNOWN if there is none."""
-        try:
-            return cls(value)
-        except ValueError:
-            return cls.UNKNOWN
+        return cls(value)
 
 
 def by_value(reasons: Mapping[Unwritten, int]) -> dict[str, int]:

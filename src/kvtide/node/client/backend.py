@@ -139,7 +139,7 @@ class RemoteBackend:
         self._client = client
         self.layout: Layout = model.layout
         groups, size = p.describe(model.layout), model.layout.block_tokens
-        self._opening = p.Open(groups, size, model.namespace(tenant), tenant.tag, describe(model))
+        self._opening = p.Open(groups, size, model.namespace(tenant), tenant.tag, describe(model, tenant))
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._number = 0
