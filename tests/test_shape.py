@@ -128,7 +128,13 @@ def test_no_public_class_has_the_name_of_another() -> None:
 
 LINES, FUNCTION, ARGUMENTS = 800, 80, 8
 """What is longer is so on purpose, and stands here."""
-LONG_FILES = {"transfer/pipeline.py", "tiers/nvme/volume.py", "testing/interface.py"}
+LONG_FILES = {
+    "transfer/pipeline.py",
+    "tiers/nvme/volume.py",
+    "testing/interface.py",
+    # one handler for each operation of the protocol
+    "node/server/client_handler.py",
+}
 LONG_FUNCTIONS = {
     "benchmarks/overlap.py:measure",
     # most lines of a command are its options
