@@ -3,9 +3,9 @@
 A read asks for several blocks in one request, and receives each directly into its slot. The other node sends records,
 and here key, owner, layout and every checksum are verified before a block counts as read, exactly as from a disk.
 
-The other node may drop, evict or lose any block at any time: then it is a miss. A node that does not answer costs one
-deadline; after that it is left alone for a while, and everything there is absent. That it is away is no failure of this
-node.
+The other node may drop, evict or lose any block at any time: then it is a miss. A node that does not answer costs those
+who wait for it one deadline, a short one for lookups; after that it is left alone (``availability.py``), and everything
+there is absent. That it is away is no failure of this node.
 
 Blocks dropped here are not fetched again by this tier, though the other node may still have them: a drop, and the
 forgetting of a tenant, must be requested at each node.
@@ -19,8 +19,6 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
-import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -49,22 +47,19 @@ from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import FLAG_SEALED, Rejected
-from kvtide.tiers.peers.link import OwnAddress, PeerLink, WantedBlock
-from kvtide.tiers.peers.protocol import LocatedBlocks, PeerViolation, Presence, RequestCredit
+from kvtide.tiers.peers.availability import Availability
+from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
+from kvtide.tiers.peers.protocol import LocatedBlocks, Presence, RequestCredit
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from kvtide.tiers.shared.io_jobs import Batch, Jobs
 
 __all__ = ["PeerTier"]
 
-log = logging.getLogger("kvtide.peers")
-
 _SEQUENCE = 0
 """The sequence number of every record that a node sends."""
 _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
-_PAUSE = 1.0
-"""Seconds for which a node is left alone after it could not be reached or did not answer."""
 _REMEMBERED = 100_000
 _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
@@ -107,14 +102,11 @@ class PeerTier:
         self._counters = TierCounters()
         self._absent: dict[BlockKey, float] = {}
         self._dropped: dict[BlockKey, None] = {}
-        self._away_until = 0.0
-        self._own = False
-        self._said = ""
-        """The last failure that was logged: each is logged once in a row."""
+        self._availability = Availability(address, self._clock)
         self._calls = SerialExecutor("kvtide-peer-start")
         self.call_soon = self._calls.put
         """Run a function on a thread that no other node can block."""
-        self._watchdog = Watchdog(timeout)
+        self._watchdog = Watchdog(min(timeout, LOOKUP))
         self._workers = [
             _Worker(PeerLink(address, trust, timeout, self._watchdog, own), Packer("raw", OPEN))
             for _ in range(connections + 1)
@@ -134,8 +126,8 @@ class PeerTier:
 
     @property
     def away(self) -> bool:
-        """Whether the node is not asked now: it was not reached a moment ago, or the address is this process's own."""
-        return self._own or time.monotonic() < self._away_until
+        """Whether the node is not asked now: it does not answer, or the address is this process's own."""
+        return self._availability.away
 
     # -- the contract of a tier ---------------------------------------------------------------------------
 
@@ -148,6 +140,7 @@ class PeerTier:
         def late(items: Sequence[Read]) -> None:
             self._late([item.key for item in items])
 
+        self._greet()
         credit = self._workers[1].link.credit
         most = max(1, min(credit.blocks, credit.nbytes // max([1, *(len(item.span) for item in batch)])))
         self._reading.submit(Batch("read", batch, self._read, size_for(OSError()), finish, late), most)
@@ -211,18 +204,47 @@ class PeerTier:
             done(results[0])
 
         if self.away:
+            self._greet()
             done(nothing)
         else:  # all in one job: a lookup is one round trip
             self._finding.submit(Batch("find", [options], self._find, nothing, finish))
 
     def absent(self, key: BlockKey, who: Identity) -> bool:
         """See ``tiers.base.Searched``."""
-        return self.away or key in self._dropped or self._absent.get(key, 0.0) > self._clock.monotonic()
+        if self.away:
+            self._greet()
+            return True
+        return key in self._dropped or self._absent.get(key, 0.0) > self._clock.monotonic()
 
     def _miss(self, keys: Sequence[BlockKey]) -> None:
         if len(self._absent) + len(keys) >= _REMEMBERED:
             self._absent.clear()
         self._absent.update(dict.fromkeys(keys, self._clock.monotonic() + _ABSENT))
+
+    def _greet(self) -> None:
+        """See whether a node that is away answers again, if it is time for that. Does not wait."""
+
+        def ended(failures: list[OSError | None]) -> None:
+            if (e := failures[0]) is None:
+                self._availability.greeted()
+            else:
+                self._counters.failed("greet", e)
+                self._availability.failed(e, trial=True)
+
+        if self._availability.try_again():
+            silent: OSError | None = TimeoutError(errno.ETIMEDOUT, "the node does not answer")
+            batch = Batch("greet", [None], self._try, silent, ended)
+            self.call_soon(functools.partial(self._finding.submit, batch))
+
+    @staticmethod
+    def _try(_: Sequence[None], worker: _Worker) -> list[OSError | None]:
+        try:
+            worker.link.greet()
+        except OSError as e:
+            return [e]
+        except Exception as e:  # noqa: BLE001 - it must not end the thread
+            return [OSError(errno.EIO, f"{type(e).__name__}: {e}")]
+        return [None]
 
     # -- the threads --------------------------------------------------------------------------------------
 
@@ -230,17 +252,20 @@ class PeerTier:
         (options,) = run
         found: list[FoundBlock | None] = [None] * len(options)
         start = 0
-        while start < len(options):  # blocks of one identity follow each other
+        # Blocks of one identity follow each other. A prompt that waited behind one whose lookup failed does not ask.
+        while start < len(options) and not self.away:
             who = options[start][1]
             stop = start + worker.link.credit.keys
             keys = [key for key, _ in itertools.takewhile(functools.partial(_is_of, who), options[start:stop])]
             try:
                 self._check(who)
-                self._enter(found, start, keys, worker.link.locate(who, keys))
+                located = worker.link.locate(who, keys)
+                self._availability.answered()
+                self._enter(found, start, keys, located)
             except Exception as e:  # noqa: BLE001 - see TierCounters
                 self._failed("find", e, len(keys))
             start += len(keys)
-        if None in found:
+        if None in found and not self.away:
             self._miss([key for (key, _), one in zip(options, found, strict=True) if one is None])
         return [found]
 
@@ -318,6 +343,7 @@ class PeerTier:
         if not wanted:
             return sizes
         answers = worker.link.read(items[0].identity, wanted)
+        self._availability.answered()
         for i, block, presence in zip(good, wanted, answers, strict=True):
             try:
                 if presence is Presence.BUSY:
@@ -352,21 +378,8 @@ class PeerTier:
 
     def _failed(self, verb: str, e: Exception, count: int) -> None:
         self._counters.failed(verb, e, count)
-        if isinstance(e, OwnAddress):
-            if not self._own:
-                log.info("%s is this node's own address; it is not asked", self.address)
-            self._own = True
-        elif isinstance(e, OSError) and e.errno != errno.EHOSTDOWN:
-            self._away_until = time.monotonic() + _PAUSE
-            reason = e.strerror or str(e) or type(e).__name__
-            if reason != self._said:
-                self._said = reason
-                warn = log.error if isinstance(e, PeerViolation) else log.warning
-                warn(
-                    "the node at %s is left alone for a moment, again and again while it lasts: %s",
-                    self.address,
-                    reason,
-                )
+        if isinstance(e, OSError) and e.errno != errno.EHOSTDOWN:
+            self._availability.failed(e)
 
     def _no_answer(self, verb: str, count: int) -> None:
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
