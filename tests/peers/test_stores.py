@@ -289,6 +289,35 @@ def test_a_block_lives_no_longer_than_its_writer_said(stores: Stores) -> None:
         assert length(second, prompt(1)) == 0
 
 
+def test_a_block_that_has_expired_by_this_hosts_clock_is_searched_for_once(stores: Stores) -> None:
+    """The other node's clock is behind, so there it is valid."""
+    behind, ahead = FakeClock(), FakeClock()
+    ahead.advance(100)
+    one, server = stores.serving(clock=behind)
+    two = stores.store(server.address, clock=ahead)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        first.store(prompt(1, 2), data(PLAIN, prompt(1, 2)), ttl=50)
+        for _ in range(3):
+            with second.match(prompt(1, 2), wait=5) as match:
+                assert (match.tokens, match.pending) == (0, False)
+        assert server.statistics().requests == 1
+
+
+def test_a_block_whose_name_others_use_here_is_not_searched_for(stores: Stores) -> None:
+    """It could not be entered, so the search would never end."""
+    one, server = stores.serving()
+    two = stores.store(server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1))
+        (key,) = first.chain(prompt(1)).keys(PLAIN.groups[0].suffix)
+        index = two.main.index
+        with index.lock:
+            index.identity[index.add(key, bytes(32), 0)] = 4711
+        with second.match(prompt(1), wait=5) as match:
+            assert (match.tokens, match.pending) == (0, False)
+    assert server.statistics().requests == 0
+
+
 def test_another_model_or_tenant_gets_nothing(stores: Stores) -> None:
     one, server = stores.serving()
     two = stores.store(server.address)

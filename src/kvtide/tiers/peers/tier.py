@@ -275,6 +275,7 @@ class PeerTier:
         """Enter what the node says of these blocks into the results, from ``start`` on."""
         hits = np.flatnonzero(located.presence == Presence.HIT).tolist()
         mine = keys if len(hits) == len(keys) else [keys[i] for i in hits]
+        now = self._clock.time()  # of this host: for a node whose clock is behind the blocks may be valid still
         columns = (
             _places(mine),
             [located.parents[i : i + DIGEST] for i in range(0, len(located.parents), DIGEST)],
@@ -283,11 +284,11 @@ class PeerTier:
             located.priorities.tolist(),
         )
         blocks = map(FoundBlock, *columns)
-        if not self._dropped and len(hits) == len(keys):
+        if not self._dropped and len(hits) == len(keys) and (located.expiries > now).all():
             found[start : start + len(keys)] = blocks
             return
         for i, key, block in zip(hits, mine, blocks, strict=True):
-            if key not in self._dropped:
+            if key not in self._dropped and block.expiry > now:
                 found[start + i] = block
 
     def _read(self, run: Sequence[Read], worker: _Worker) -> list[int]:
