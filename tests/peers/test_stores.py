@@ -278,6 +278,46 @@ def test_what_is_dropped_here_is_not_fetched_again(stores: Stores) -> None:
         assert length(second, prompt(1, 2)) == 2 * SIZE
 
 
+def small(stores: Stores, *addresses: str, **settings: Any) -> Store:
+    """A store that forgets what is not used."""
+    return stores.store(*addresses, dram={"budget": "1MiB", "segment": "1MiB"}, **settings)
+
+
+def evict_all(session: Session) -> None:
+    for n in range(9000, 9040):
+        keep(session, prompt(n))
+
+
+def test_what_is_dropped_and_stored_again_is_fetched_again(stores: Stores) -> None:
+    one, server = stores.serving()
+    two = small(stores, server.address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1))
+        second.drop(prompt(1))
+        assert length(second, prompt(1)) == 0
+        keep(second, prompt(1))
+        evict_all(second)
+        assert read_from(two, server.address) == 0
+        assert length(second, prompt(1)) == SIZE
+        assert read_from(two, server.address) == 1
+
+
+def test_an_expiry_set_here_bounds_what_the_other_node_says(stores: Stores) -> None:
+    clock = FakeClock()
+    one, server = stores.serving(clock=clock)
+    two = small(stores, server.address, clock=clock)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        keep(first, prompt(1))
+        assert length(second, prompt(1)) == SIZE
+        assert second.expire(prompt(1), ttl=100) == 1
+        evict_all(second)
+        assert length(second, prompt(1)) == SIZE, "until then it is fetched"
+        assert read_from(two, server.address) == 2
+        clock.advance(101)
+        assert length(second, prompt(1)) == 0
+        assert length(first, prompt(1)) == SIZE, "the other node keeps it"
+
+
 def test_a_block_lives_no_longer_than_its_writer_said(stores: Stores) -> None:
     clock = FakeClock()
     one, server = stores.serving(clock=clock)

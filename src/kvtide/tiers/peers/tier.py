@@ -7,8 +7,9 @@ The other node may drop, evict or lose any block at any time: then it is a miss.
 who wait for it one deadline, a short one for lookups; after that it is left alone (``availability.py``), and everything
 there is absent. That it is away is no failure of this node.
 
-Blocks dropped here are not fetched again by this tier, though the other node may still have them: a drop, and the
-forgetting of a tenant, must be requested at each node.
+Blocks dropped here are not fetched again though the other node still has them, and none lives longer than its expiry
+here, until the block is stored here again. That is remembered in memory only, and for the last 100,000 blocks: a drop,
+and the forgetting of a tenant, must be requested at each node.
 
 Threads: one for lookups, which must not wait behind blocks, and one for each further connection. The batches, threads
 and deadlines are those of shared storage (``tiers/shared/io_jobs.py``). A connection that is interrupted at its
@@ -19,7 +20,8 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -37,6 +39,7 @@ from kvtide.tiers.base import (
     Identity,
     Read,
     ReadDone,
+    Renewal,
     TierStatistics,
     Wish,
     Write,
@@ -101,7 +104,9 @@ class PeerTier:
         self._clock = clock or SystemClock()
         self._counters = TierCounters()
         self._absent: dict[BlockKey, float] = {}
-        self._dropped: dict[BlockKey, None] = {}
+        self._ends: dict[BlockKey, float] = {}
+        """When blocks must be absent here, whatever the other node says: at once if they were dropped, or at an expiry
+        that was set here."""
         self._availability = Availability(address, self._clock)
         self._calls = SerialExecutor("kvtide-peer-start")
         self.call_soon = self._calls.put
@@ -151,12 +156,30 @@ class PeerTier:
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         """Do not fetch these blocks again. The other node keeps them."""
-        for key, _ in items:
-            self._dropped[key] = None
-        while len(self._dropped) > _REMEMBERED:
-            with suppress(KeyError, StopIteration, RuntimeError):  # another thread does the same
-                del self._dropped[next(iter(self._dropped))]
+        self._end((key, -math.inf) for key, _ in items)
         done([True] * len(items))
+
+    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
+        """Do not fetch these blocks later than their new expiry. The other node keeps its own."""
+        self._end((key, when) for key, _, when in items)
+        done([True] * len(items))
+
+    def note(self, held: Held) -> None:
+        """Does nothing: the expiry of blocks is the other node's."""
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        """See ``tiers.base.Refetching``."""
+        if self._ends:
+            for key in keys:
+                self._ends.pop(key, None)
+
+    def _end(self, ends: Iterable[tuple[BlockKey, float]]) -> None:
+        for key, when in ends:
+            self._ends.pop(key, None)  # the oldest come first
+            self._ends[key] = when
+        while len(self._ends) > _REMEMBERED:
+            with suppress(KeyError, StopIteration, RuntimeError):  # another thread does the same
+                del self._ends[next(iter(self._ends))]
 
     def evict(self, key: BlockKey, place: int) -> None:
         """Does nothing: the place is the other node's."""
@@ -214,7 +237,9 @@ class PeerTier:
         if self.away:
             self._greet()
             return True
-        return key in self._dropped or self._absent.get(key, 0.0) > self._clock.monotonic()
+        if self._ends.get(key, math.inf) <= self._clock.time():
+            return True
+        return self._absent.get(key, 0.0) > self._clock.monotonic()
 
     def _miss(self, keys: Sequence[BlockKey]) -> None:
         if len(self._absent) + len(keys) >= _REMEMBERED:
@@ -284,12 +309,13 @@ class PeerTier:
             located.priorities.tolist(),
         )
         blocks = map(FoundBlock, *columns)
-        if not self._dropped and len(hits) == len(keys) and (located.expiries > now).all():
+        if not self._ends and len(hits) == len(keys) and (located.expiries > now).all():
             found[start : start + len(keys)] = blocks
             return
         for i, key, block in zip(hits, mine, blocks, strict=True):
-            if key not in self._dropped and block.expiry > now:
-                found[start + i] = block
+            expiry = min(block.expiry, self._ends.get(key, math.inf))
+            if expiry > now:
+                found[start + i] = block._replace(expiry=expiry)
 
     def _read(self, run: Sequence[Read], worker: _Worker) -> list[int]:
         """For each the bytes read and verified, or ``size_for`` what failed."""
@@ -334,8 +360,9 @@ class PeerTier:
         wanted: list[WantedBlock] = []
         good: list[int] = []
         sizes = [0] * len(items)
+        now = self._clock.time()
         for i, (item, start) in enumerate(zip(items, starts, strict=True)):
-            if item.key in self._dropped or not item.wanted:
+            if self._ends.get(item.key, math.inf) <= now or not item.wanted:
                 self._counters.failed("read", Rejected(Reason.GONE))
                 continue
             payload = item.span[: len(item.wanted) * geometry.stride]
