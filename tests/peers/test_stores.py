@@ -15,6 +15,7 @@ import pytest
 from kvtide import Layout, Model, Session, Store
 from kvtide.block import Group, Kind
 from kvtide.counts import TierCount
+from kvtide.errors import ConfigError
 from kvtide.peers.server import PeerServer
 from kvtide.testing.blocks import content, identity
 from kvtide.testing.clock import FakeClock
@@ -32,11 +33,13 @@ from kvtide.testing.interface import (
     prompt,
     until,
 )
+from kvtide.testing.keys import WRAPPING, ring_in
 from kvtide.testing.servers import free_ports
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.peers.greeting import ask_in
 from kvtide.tiers.peers.protocol import ALL, IDENTITY, ITEM, REQUEST, Operation, pack_identity
 from kvtide.tiers.peers.trust import PeerTrust
+from tests.node.certificates import Authority
 from tests.peers.nodes import Stores, black_hole, silent
 
 
@@ -195,6 +198,46 @@ def test_the_same_list_of_addresses_for_all(stores: Stores) -> None:
     finally:
         for server in servers:
             server.close()
+
+
+def test_a_reserved_share_reads_from_no_other_node(stores: Stores) -> None:
+    """What it finds must not depend on others. Those without a share do."""
+    one, server = stores.serving()
+    share = f"{OTHER_TENANT.tag.hex()}:4MiB"
+    two = stores.store(server.address, dram={"budget": "16MiB", "segment": "1MiB", "reserved": share})
+    for tenants, tokens in (((OTHER_TENANT,), 0), ((), SIZE)):
+        with one.session(MODEL, *tenants) as first, two.session(MODEL, *tenants) as second:
+            keep(first, prompt(1))
+            assert length(second, prompt(1)) == tokens
+
+
+def test_with_keys_blocks_travel_over_tls_only(stores: Stores, tmp_path: Path) -> None:
+    """Records that were encrypted before security.encrypt was turned off are opened and sent, too."""
+    ring_in(tmp_path).close()
+    key = tmp_path / "wrapping"
+    key.write_bytes(WRAPPING)
+    key.chmod(0o600)
+    security = {"key_source": f"file:{key}", "key_file": str(tmp_path / "keys.json")}
+    with pytest.raises(ConfigError, match=r"security\.key_source.*peers\.certificate"):
+        stores.store("127.0.0.1:9411", security=security)
+
+
+def test_a_certificate_that_cannot_be_used_makes_the_node_away(stores: Stores, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    names = ("host7", "host8")
+    certificates = [str(authority.issue(name)) for name in names]
+    settings = [
+        {"certificate": file, "authority": str(authority.file), "names": " ".join(names), "token_file": ""}
+        for file in certificates
+    ]
+    _, server = stores.serving(peers=settings[0])
+    two = stores.store(server.address, peers=settings[1], clock=FakeClock())
+    Path(certificates[1]).write_text("garbage")
+    with two.session(MODEL) as session:
+        for n in range(10):
+            with session.match(prompt(n), wait=30) as match:
+                assert (match.tokens, match.pending) == (0, False)
+    assert failures(two, server.address) == 1
 
 
 def test_equal_reads_of_two_sessions_join(stores: Stores) -> None:
