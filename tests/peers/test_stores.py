@@ -552,6 +552,35 @@ def test_a_hung_node_costs_one_deadline(stores: Stores) -> None:
     assert held(two) == 0
 
 
+def promised(session: Session, tokens: list[int]) -> int:
+    with session.match(tokens) as match:
+        return match.tokens
+
+
+def test_what_was_found_at_a_node_that_is_away_is_not_promised(stores: Stores) -> None:
+    """Nor are its blocks tried one after the other; they are found again when it is back."""
+    clock = FakeClock()
+    one, server = stores.serving()
+    proxy = stores.proxy(server)
+    two = stores.store(proxy.address, clock=clock)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        for n in range(4):
+            keep(first, prompt(n))
+            until(lambda n=n: promised(second, prompt(n)) == SIZE)  # type: ignore[misc]
+        proxy.harm(0, "cut")
+        with second.match(prompt(0)) as match:
+            assert second.load(match).wait(30).tokens == 0
+        until(lambda: not any(promised(second, prompt(n)) for n in range(4)))
+        proxy.harm(1 << 60, "pass")
+
+        def back() -> bool:
+            clock.advance(1)
+            return promised(second, prompt(3)) == SIZE
+
+        until(back)
+        assert length(second, prompt(3)) == SIZE
+
+
 def store_and_load(session: Session) -> None:
     """The store itself works."""
     keep(session, prompt(1000, 1001))

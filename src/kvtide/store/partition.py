@@ -318,6 +318,7 @@ class Partition:
             timeout=settings.timeout,
             encryption=Encryption(self.context.key_ring, seals=False),
             late=lambda keys: self.pipeline.fail_hung_reads(name, keys),
+            lost=lambda: self.pending_blocks.removed(name, None),
             own=self.context.name,
             clock=self.clock,
         )

@@ -231,7 +231,8 @@ class PendingBlocks:
             self._feed.publish([*events])
 
     def removed(self, tier: str, names: Sequence[str] | None) -> None:
-        """Handle the removal of blobs of these names from a tier's storage; None: the names are unknown."""
+        """Handle the removal of blobs of these names from a tier's storage; None: the names are unknown, or the tier is
+        away."""
         index = self._index
         cold = next(cold for cold, _ in self._tiers if cold.name == tier)
         gone = None if names is None else np.array([place_of(name) for name in names], np.int64)

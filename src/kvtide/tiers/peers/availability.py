@@ -72,21 +72,20 @@ class Availability:
         if said:
             log.info("the node at %s answers again", self._address)
 
-    def failed(self, e: OSError, *, trial: bool = False) -> None:
-        """A request failed, or the ``trial``."""
+    def failed(self, e: OSError, *, trial: bool = False) -> bool:
+        """A request failed, or the ``trial``. Returns whether the node was asked until now."""
         reason = e.strerror or str(e) or type(e).__name__
         with self._lock:
             if self.away and not trial:
-                return  # several requests failed together
-            self.away = True
+                return False  # several requests failed together
+            first, self.away = not self.away, True
             own = isinstance(e, OwnAddress)
             self._pause = _LONGEST if own else min(_LONGEST, max(_SHORTEST, 2 * self._pause))
             self._trial_at = self._clock.monotonic() + self._pause
             new, self._said = reason != self._said, reason
-        if not new:
-            return
-        if own:
+        if new and own:
             log.info("%s is this node's own address; it is not asked", self._address)
-            return
-        warn = log.error if isinstance(e, PeerViolation) else log.warning
-        warn("the node at %s is not asked until it answers a greeting again: %s", self._address, reason)
+        elif new:
+            warn = log.error if isinstance(e, PeerViolation) else log.warning
+            warn("the node at %s is not asked until it answers a greeting again: %s", self._address, reason)
+        return first
