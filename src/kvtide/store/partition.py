@@ -318,10 +318,10 @@ class Partition:
             timeout=settings.timeout,
             encryption=Encryption(self.context.key_ring, seals=False),
             late=lambda keys: self.pipeline.fail_hung_reads(name, keys),
-            lost=lambda: self.pending_blocks.removed(name, None),
             own=self.context.name,
             clock=self.clock,
         )
+        tier.lost = lambda: self.pending_blocks.removed(name, None)
         self._running.callback(again_if_interrupted, tier.close)
         # Enough that each connection has a next request when one has ended.
         lane = Lane(tier, self.clock, 0, 8 * settings.connections, tier.call_soon)

@@ -82,8 +82,7 @@ class PeerTier:
     """The node at ``address``. See the module's docstring.
 
     ``connections`` requests for blocks are under way at a time, each in at most ``timeout`` seconds. ``late`` is called
-    with the keys of blocks whose read has not ended by its deadline, and ``lost`` when the node was found to be away:
-    then nothing that was found there can be read. ``encryption`` knows whose keys were destroyed;
+    with the keys of blocks whose read has not ended by its deadline. ``encryption`` knows whose keys were destroyed;
     ``own`` is the name of the store that asks.
     """
 
@@ -96,14 +95,14 @@ class PeerTier:
         timeout: float = 2.0,
         encryption: Encryption = OPEN,
         late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
-        lost: Callable[[], None] = lambda: None,
         own: bytes = b"",
         clock: Clock | None = None,
     ) -> None:
         self.address = address
         self._encryption = encryption
         self._late = late
-        self._lost = lost
+        self.lost: Callable[[], None] = lambda: None
+        """Called when the node is found to be away: then nothing that was found there can be read."""
         self._clock = clock or SystemClock()
         self._counters = TierCounters()
         self._absent: dict[BlockKey, float] = {}
@@ -410,7 +409,7 @@ class PeerTier:
     def _failed(self, verb: str, e: Exception, count: int) -> None:
         self._counters.failed(verb, e, count)
         if isinstance(e, OSError) and e.errno != errno.EHOSTDOWN and self._availability.failed(e):
-            self.call_soon(self._lost)
+            self.call_soon(self.lost)
 
     def _no_answer(self, verb: str, count: int) -> None:
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
