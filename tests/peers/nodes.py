@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kvtide import config as configuration
 from kvtide.peers.server import PeerServer
 from kvtide.store.store import Store
 
-__all__ = ["Proxy", "Stores", "token"]
+__all__ = ["Proxy", "Stores", "black_hole", "silent", "token"]
 
 
 def token(folder: Path, name: str = "token", text: str = "a secret that all the nodes know: 0123456789") -> str:
@@ -22,6 +23,25 @@ def token(folder: Path, name: str = "token", text: str = "a secret that all the 
     file.write_text(text)
     file.chmod(0o600)
     return str(file)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """The address of a node that hangs: it can be connected to, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[str]:
+    """An address where packets vanish: nobody accepts a connection there, or refuses it."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):  # the kernel drops requests for connections beyond the backlog
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 class Stores:

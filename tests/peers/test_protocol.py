@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -117,3 +119,11 @@ def test_an_answer_of_another_length_is_refused(size: int) -> None:
     assert size != len(packed)
     with pytest.raises(PeerViolation):
         p.parse_located(packed.ljust(300, b"\0")[:size], 4)
+
+
+def test_an_expiry_that_is_no_number_is_refused() -> None:
+    """It is neither before nor after any time: a block with it would be found again and again, and never be entered."""
+    packed = p.pack_located(dataclasses.replace(FOUND, expiries=np.array([np.nan, 1.5])))
+    with pytest.raises(PeerViolation) as e:
+        p.parse_located(packed, 4)
+    assert e.value.violation is Violation.GARBAGE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from kvtide.tiers.peers.tcp import Tcp
 from kvtide.tiers.peers.transport import PeerConnection, PeerTransport
 from kvtide.tiers.peers.trust import PeerTrust
 from tests.node.certificates import Authority
+from tests.peers.nodes import black_hole
 
 
 class TestTcp(TransportContract):
@@ -91,3 +94,20 @@ def talk_fails(connection: PeerConnection) -> bool:
     except OSError:
         return True
     return False
+
+
+def test_all_addresses_of_a_host_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four that say nothing cost no more than one, and do not hide a fifth that answers."""
+    listener = Tcp().listen("127.0.0.1:0")
+    host, port = listener.address.rsplit(":", 1)
+    with black_hole() as address:
+        to = "127.0.0.1", int(address.rsplit(":", 1)[1])
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", to)] * 4
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            Tcp().connect("host7:9411", 2.0)
+        assert time.monotonic() - began < 6, "not two seconds each"
+        found = [*found, (socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, int(port)))]
+        Tcp().connect("host7:9411", 2.0).close()
+    listener.close()

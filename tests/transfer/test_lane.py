@@ -10,7 +10,7 @@ import pytest
 from kvtide.block import BlockKey, Geometry
 from kvtide.clock import SystemClock
 from kvtide.testing import blocks
-from kvtide.tiers.base import NOWHERE, Identity, Read, Write
+from kvtide.tiers.base import NOWHERE, Identity, Miss, Read, Write
 from kvtide.transfer.lane import Lane
 from tests.plan.small import Clock
 from tests.transfer.gate import Gated
@@ -249,3 +249,23 @@ def test_blocks_that_are_not_there_say_nothing_of_speed() -> None:
         driver.tier.let_read()
         assert driver.read_results.pop() == found
         assert driver.lane.read_speed.statistics().bytes_per_second == pytest.approx(SIZE / 0.5)
+
+
+def test_a_read_that_ends_by_its_deadline_is_slow() -> None:
+    """Otherwise a medium from which nothing ever arrives in time would look fast for ever. What fails at once says
+    nothing."""
+    clock = Clock()
+    driver = Driver(full(2), clock=clock)
+    speed = driver.lane.read_speed
+    for seconds, measured in ((0.0, 0), (0.01, 0), (2.0, 1)):
+        driver.read(read(0))
+        clock.now += seconds
+        (_, done), *driver.tier.reads = driver.tier.reads
+        done([Miss.FAILED])
+        assert speed.statistics().measured == measured
+    assert speed.seconds(SIZE) > 1000
+    for _ in range(20):
+        driver.read(read(0))
+        clock.now += 0.5
+        driver.tier.let_read()
+    assert speed.statistics().bytes_per_second == pytest.approx(SIZE / 0.5, rel=0.05), "as soon as blocks arrive again"

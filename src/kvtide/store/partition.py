@@ -330,6 +330,7 @@ class Partition:
             own=self.context.name,
             clock=self.clock,
         )
+        tier.lost = lambda: self.pending_blocks.removed(name, None)
         self._running.callback(again_if_interrupted, tier.close)
         # Enough that each connection has a next request when one has ended.
         lane = Lane(tier, self.clock, 0, 8 * settings.connections, tier.call_soon)

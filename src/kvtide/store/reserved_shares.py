@@ -3,7 +3,8 @@
 A tenant with a *reserved share* uses it alone. The share is a partition (``kvtide.store.partition``) with its own
 index, memory, threads and folder on the disk, opened from the settings made here. So other tenants cannot change what
 it finds, nor can it affect them: they have nothing in common that one could fill and the other notice, except the speed
-of the machine. For the same reason it uses no shared storage, where evictions depend on all users.
+of the machine. For the same reason it uses no shared storage, where evictions depend on all users, and reads from no
+other node.
 
 All other tenants share the remainder, with fair shares under pressure (``kvtide.plan.evict``), and none beyond its
 *quota* (``kvtide.plan.quota``). In shared storage a node can limit only its own writes, because names there do not
@@ -19,7 +20,7 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec.structs import replace
 
-from kvtide.config import Config, Files, MiB, Objects, Valkey
+from kvtide.config import Config, Files, MiB, Objects, Peers, Valkey
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.plan.quota import TenantQuotas
@@ -113,7 +114,8 @@ def _reserved(config: Config, tier: str, quotas: dict[str, int]) -> dict[str, in
 
 
 def _share(rest: Config, name: str, dram: int, nvme: int) -> Config:
-    """The settings of a reserved share: those of the remainder, with its own budgets and without shared storage."""
+    """The settings of a reserved share: those of the remainder, with its own budgets, without shared storage and other
+    nodes."""
     # The folder's name must not reveal the tenant to a reader who knows tenants' tags.
     folder = blake3(_tag(name), derive_key_context="kvtide 1 reserved").hexdigest(16)
     path = str(Path(rest.nvme.path).expanduser() / RESERVED / folder) if nvme else ""
@@ -124,6 +126,7 @@ def _share(rest: Config, name: str, dram: int, nvme: int) -> Config:
         valkey=Valkey(),
         files=Files(),
         objects=Objects(),
+        peers=Peers(),
     )
 
 

@@ -641,7 +641,8 @@ class Session:
         """Remove a prompt's blocks from block ``start`` on from every tier, permanently. Returns how many were found.
 
         Returns when they cannot reappear, not even after a power loss; raises TierError if a tier could not ensure
-        that.
+        that. Other nodes (``peers.addresses``) keep theirs, and after a restart, or 100,000 later drops, they are
+        fetched from there again: drop them at each node.
         """
         timeout = arguments.seconds(timeout, "timeout")
         write_request = self.write_arguments(tokens, extras, start, None, None, 0)

@@ -38,6 +38,7 @@ __all__ = [
     "Read",
     "ReadDone",
     "ReadResult",
+    "Refetching",
     "Renewal",
     "Renewing",
     "Searched",
@@ -207,6 +208,14 @@ class Renewing(Protocol):
 
     def note(self, held: Held) -> None:
         """Blocks expire as these columns say: keep that for the next time the tier is opened, if only as a hint."""
+
+
+@runtime_checkable
+class Refetching(Protocol):
+    """A tier whose blocks are others', so that a drop removes nothing there: it only fetches them no more."""
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks are stored here: an earlier drop or expiry does not concern them any more. Cheap."""
 
 
 class FoundBlock(NamedTuple):

@@ -20,7 +20,7 @@ from itertools import compress
 
 from kvtide.clock import Clock
 from kvtide.plan.tier_speed import Speed, SpeedStatistics
-from kvtide.tiers.base import NOWHERE, Read, ReadDone, ReadResult, Tier, Write
+from kvtide.tiers.base import NOWHERE, Miss, Read, ReadDone, ReadResult, Tier, Write
 
 __all__ = ["Lane", "LaneStatistics"]
 
@@ -43,6 +43,8 @@ class LaneStatistics:
 
 _SHORTEST = 0.002
 """Seconds of work that are measured together at least."""
+_LONG = 0.25
+"""Seconds after which a read that failed says something about the speed: it ended by a deadline."""
 _SPAN = operator.attrgetter("span")
 
 
@@ -81,6 +83,8 @@ class _ReadJob:
     def _finish(self, results: Sequence[ReadResult]) -> None:
         # Missing blocks are detected at once, and say nothing about the speed of the others.
         came = self.nbytes if all(results) else sum(map(len, map(_SPAN, compress(self.items, results))))
+        if not came and self.lane._clock.monotonic() - self.started >= _LONG and Miss.FAILED in results:
+            came = 1  # as good as nothing: a medium too slow for its deadline must not look fast for ever
         if came:
             self.lane._measure(self.lane._reading, self.lane.read_speed, self, came)
         self.done(results)

@@ -93,6 +93,9 @@ class PendingBlocks:
         if not self._tiers or usable[blocks + 1 :].any():
             return False
         first, who = keys(layout.group(lacking[0]).suffix)[blocks], identities[lacking[0]]
+        row = self._index.row(first)
+        if row and self._index.identity[row] not in (0, who.fingerprint):
+            return False  # here the key belongs to another identity: what is found elsewhere could not be entered
         if first not in self._under_way and not all(tier.absent(first, who) for _, tier in self._tiers):
             options = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
             begun = {first}
@@ -229,7 +232,8 @@ class PendingBlocks:
             self._feed.publish([*events])
 
     def removed(self, tier: str, names: Sequence[str] | None) -> None:
-        """Handle the removal of blobs of these names from a tier's storage; None: the names are unknown."""
+        """Handle the removal of blobs of these names from a tier's storage; None: the names are unknown, or the tier is
+        away."""
         index = self._index
         cold = next(cold for cold, _ in self._tiers if cold.name == tier)
         gone = None if names is None else np.array([place_of(name) for name in names], np.int64)

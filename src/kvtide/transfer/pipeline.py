@@ -47,7 +47,7 @@ from kvtide.plan.policy import Policy
 from kvtide.plan.quota import Quota, TenantQuotas
 from kvtide.plan.usage_tracker import Turn, UsageTracker
 from kvtide.plan.write_budget import WriteBudgetStatistics
-from kvtide.tiers.base import Held, Identity, Renewal, Renewing
+from kvtide.tiers.base import Held, Identity, Refetching, Renewal, Renewing
 from kvtide.tiers.dram.tier import Dram
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.context import TransferContext
@@ -161,6 +161,7 @@ class Pipeline:
         self._index = index
         self._dram = dram
         self.colds = self._colds = colds
+        self._refetching = [cold.tier for cold in colds if isinstance(cold.tier, Refetching)]
         self._uses = uses
         self._feed = feed
         self.counts: Counter[str] = Counter()
@@ -562,6 +563,8 @@ class Pipeline:
         kept = rows[good]
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
+        for tier in self._refetching:
+            tier.stored(index.keys(kept))
         if len(kept) < len(rows):
             if generations is None:
                 index.absence_log.note(rows, Absence.STORE_DROPPED, DRAM, AbsenceCause.GIVEN_UP)
@@ -883,7 +886,7 @@ class Pipeline:
             for cold in self._colds:
                 there = index.state[cold.number][rows] == SEALED
                 # A tier without a record of a block may have traces of one, which must not reappear.
-                some = shorter & there if cold.shared else shorter | ~there
+                some = shorter & there if cold.shared and not cold.read_only else shorter | ~there
                 places = np.where(there, index.place[cold.number][rows], NOWHERE)
                 renew.append((cold, [(keys[i], int(places[i]), when) for i in np.flatnonzero(some).tolist()]))
         return len(found), renew

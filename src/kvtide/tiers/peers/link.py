@@ -1,8 +1,9 @@
 """An asker's connection to another node: made when it is first needed, and again after it failed.
 
-A link is used by one thread. Each request has one deadline for everything, connecting included; a ``Watchdog`` keeps
-it. Whatever fails (a deadline, a closed connection, an answer that breaks the protocol) closes the connection, because
-what comes next on it could be the rest of an answer to something else."""
+A link is used by one thread. Each request has one deadline for everything, connecting included (only the resolver of
+host names has none); a ``Watchdog`` keeps it. A lookup's deadline is short, because a prompt waits for it. Whatever
+fails (a deadline, a closed connection, an answer that breaks the protocol) closes the connection, because what comes
+next on it could be the rest of an answer to something else."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.errors import ConfigError
 from kvtide.tiers.base import Identity
+from kvtide.tiers.peers.availability import OwnAddress
 from kvtide.tiers.peers.greeting import ask_in, received
 from kvtide.tiers.peers.protocol import (
     ALL,
@@ -37,8 +39,10 @@ from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 
-__all__ = ["OwnAddress", "PeerLink", "WantedBlock"]
+__all__ = ["LOOKUP", "PeerLink", "WantedBlock"]
 
+LOOKUP = 0.5
+"""Seconds that a lookup may take at most, connecting included."""
 _LARGEST = 1 << 20
 """The most bytes of an answer besides records."""
 
@@ -53,10 +57,6 @@ class WantedBlock(NamedTuple):
     """As long as the header of its record."""
     payload: Span
     """As long as the sections."""
-
-
-class OwnAddress(OSError):  # noqa: N818 - a finding
-    """The address is the asker's own."""
 
 
 class PeerLink:
@@ -91,9 +91,16 @@ class PeerLink:
         """What one request may ask for; before the first connection, a guess."""
         return self._credit
 
+    def greet(self) -> None:
+        """Connect anew, to see whether the node answers. Raises OSError."""
+        with self._busy:
+            self._drop()
+        with self._request(self._timeout):
+            pass
+
     def locate(self, identity: Identity, keys: Sequence[BlockKey]) -> LocatedBlocks:
         """Ask which blocks of an identity are there. Raises OSError."""
-        with self._request() as connection:
+        with self._request(min(LOOKUP, self._timeout)) as connection:
             body = pack_identity(identity) + b"".join([key[:DIGEST] for key in keys])
             size = self._ask(connection, Operation.LOCATE, len(keys), body)
             return parse_located(memoryview(received(connection, size)), len(keys))
@@ -101,7 +108,7 @@ class PeerLink:
     def read(self, identity: Identity, blocks: Sequence[WantedBlock]) -> list[Presence]:
         """Read blocks of an identity; of those with a HIT header and payload are filled, but not yet verified. Raises
         OSError: then what is filled is not known."""
-        with self._request() as connection:
+        with self._request(self._timeout) as connection:
             items = b"".join(
                 ITEM.pack(block.key[:DIGEST], *((0, ALL) if (s := block.sections) is None else (s.start, len(s))))
                 for block in blocks
@@ -132,37 +139,42 @@ class PeerLink:
         return int(size)
 
     @contextlib.contextmanager
-    def _request(self) -> Iterator[PeerConnection]:
+    def _request(self, seconds: float) -> Iterator[PeerConnection]:
+        end = time.monotonic() + seconds
         with self._busy:
             try:
-                connection = self._connection or self._connect()
-                self._watchdog.limit(connection, self._timeout)
+                connection = self._connection or self._connect(end)
+                self._watchdog.limit(connection, end - time.monotonic())
                 yield connection
                 connection.due = math.inf
             except BaseException as e:
-                late = self._connection is not None and self._connection.due <= time.monotonic()
                 self._drop()
+                late = isinstance(e, TimeoutError) or time.monotonic() >= end
                 if late and isinstance(e, OSError) and not isinstance(e, PeerViolation):
                     raise TimeoutError(errno.ETIMEDOUT, "the node does not answer") from e
                 raise
 
-    def _connect(self) -> PeerConnection:
-        if self._closed:
-            raise OSError(errno.ESHUTDOWN, "the tier is closed")
+    def _connect(self, end: float) -> PeerConnection:
+        self._check_open()
         try:
             secret = self._trust.secret()
-        except ConfigError as e:
+            self._connection = connection = self._trust.transport.connect(self._address, end - time.monotonic())
+            self._number = 0
+            self._watchdog.add(connection)
+            self._watchdog.limit(connection, end - time.monotonic())
+            self._check_open()  # ``close`` may have seen no connection to interrupt
+            connection.begin()
+        except ConfigError as e:  # files of secrets and certificates are read now
             raise OSError(errno.EACCES, str(e)) from e
-        self._connection = connection = self._trust.transport.connect(self._address, self._timeout)
-        self._number = 0
-        self._watchdog.add(connection)
-        self._watchdog.limit(connection, self._timeout)
-        connection.begin()
         welcome = ask_in(connection, secret)
         if welcome.node == self._own:
             raise OwnAddress(errno.ELOOP, "the address is this node's own")
         self._credit = welcome.credit
         return connection
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OSError(errno.ESHUTDOWN, "the tier is closed")
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
@@ -175,8 +187,12 @@ class PeerLink:
         self._closed = True
         if (connection := self._connection) is not None:
             connection.interrupt()
-        with self._busy:
-            self._drop()
+        # A resolver may hang for longer. Then the connection is released by the request that makes it.
+        if self._busy.acquire(timeout=self._timeout):
+            try:
+                self._drop()
+            finally:
+                self._busy.release()
 
     def forked(self) -> None:
         """In a forked child: close its copy of the connection."""

@@ -243,9 +243,12 @@ def parse_located(data: memoryview | bytes, count: int) -> LocatedBlocks:
     if len(data) != count + hits * _EACH or (presence > Presence.BUSY).any():
         raise PeerViolation(Violation.GARBAGE)
     at = [count + hits * n for n in (0, 8, 12, 12 + DIGEST, _EACH)]
+    expiries = np.frombuffer(data[at[0] : at[1]], "<f8")
+    if np.isnan(expiries).any():
+        raise PeerViolation(Violation.GARBAGE)
     return LocatedBlocks(
         presence,
-        np.frombuffer(data[at[0] : at[1]], "<f8"),
+        expiries,
         np.frombuffer(data[at[1] : at[2]], "<u4"),
         bytes(data[at[2] : at[3]]),
         np.frombuffer(data[at[3] : at[4]], "i1"),

@@ -15,6 +15,7 @@ import math
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable, Sequence
 
 from kvtide.block import Span
@@ -161,7 +162,7 @@ class Tcp:
             where = split(address)
         except ValueError as e:
             raise OSError(errno.EINVAL, str(e)) from e
-        return _Connection(socket.create_connection(where, timeout), address, self._tls, server=False)
+        return _Connection(_connected(where, timeout), address, self._tls, server=False)
 
     def listen(self, address: str) -> PeerListener:
         try:
@@ -170,6 +171,30 @@ class Tcp:
             raise OSError(errno.EINVAL, str(e)) from e
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return _Listener(socket.create_server(where[:2], family=family, backlog=_BACKLOG), self._tls)
+
+
+def _connected(where: tuple[str, int], timeout: float) -> socket.socket:
+    """A socket that is connected to one of the addresses of a host. All attempts together take ``timeout`` seconds at
+    most; each gets an equal part of the time that is left, so one that says nothing does not hide the next."""
+    end = time.monotonic() + timeout
+    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    failure: OSError = TimeoutError(errno.ETIMEDOUT, "the node does not answer")
+    for n, (family, kind, protocol, _, to) in enumerate(found):
+        if (left := end - time.monotonic()) <= 0:
+            break
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(left / (len(found) - n))
+            sock.connect(to)
+        except OSError as e:
+            sock.close()
+            failure = e
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
 
 
 def _text(where: tuple[object, ...]) -> str:

@@ -3,12 +3,13 @@
 A read asks for several blocks in one request, and receives each directly into its slot. The other node sends records,
 and here key, owner, layout and every checksum are verified before a block counts as read, exactly as from a disk.
 
-The other node may drop, evict or lose any block at any time: then it is a miss. A node that does not answer costs one
-deadline; after that it is left alone for a while, and everything there is absent. That it is away is no failure of this
-node.
+The other node may drop, evict or lose any block at any time: then it is a miss. A node that does not answer costs those
+who wait for it one deadline, a short one for lookups; after that it is left alone (``availability.py``), and everything
+there is absent. That it is away is no failure of this node.
 
-Blocks dropped here are not fetched again by this tier, though the other node may still have them: a drop, and the
-forgetting of a tenant, must be requested at each node.
+Blocks dropped here are not fetched again though the other node still has them, and none lives longer than its expiry
+here, until the block is stored here again. That is remembered in memory only, and for the last 100,000 blocks: a drop,
+and the forgetting of a tenant, must be requested at each node.
 
 Threads: one for lookups, which must not wait behind blocks, and one for each further connection. The batches, threads
 and deadlines are those of shared storage (``tiers/shared/io_jobs.py``). A connection that is interrupted at its
@@ -19,9 +20,8 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -39,6 +39,7 @@ from kvtide.tiers.base import (
     Identity,
     Read,
     ReadDone,
+    Renewal,
     TierStatistics,
     Wish,
     Write,
@@ -49,22 +50,19 @@ from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import FLAG_SEALED, Rejected
-from kvtide.tiers.peers.link import OwnAddress, PeerLink, WantedBlock
-from kvtide.tiers.peers.protocol import LocatedBlocks, PeerViolation, Presence, RequestCredit
+from kvtide.tiers.peers.availability import Availability
+from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
+from kvtide.tiers.peers.protocol import LocatedBlocks, Presence, RequestCredit
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from kvtide.tiers.shared.io_jobs import Batch, Jobs
 
 __all__ = ["PeerTier"]
 
-log = logging.getLogger("kvtide.peers")
-
 _SEQUENCE = 0
 """The sequence number of every record that a node sends."""
 _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
-_PAUSE = 1.0
-"""Seconds for which a node is left alone after it could not be reached or did not answer."""
 _REMEMBERED = 100_000
 _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
@@ -103,18 +101,19 @@ class PeerTier:
         self.address = address
         self._encryption = encryption
         self._late = late
+        self.lost: Callable[[], None] = lambda: None
+        """Called when the node is found to be away: then nothing that was found there can be read."""
         self._clock = clock or SystemClock()
         self._counters = TierCounters()
         self._absent: dict[BlockKey, float] = {}
-        self._dropped: dict[BlockKey, None] = {}
-        self._away_until = 0.0
-        self._own = False
-        self._said = ""
-        """The last failure that was logged: each is logged once in a row."""
+        self._ends: dict[BlockKey, float] = {}
+        """When blocks must be absent here, whatever the other node says: at once if they were dropped, or at an expiry
+        that was set here."""
+        self._availability = Availability(address, self._clock)
         self._calls = SerialExecutor("kvtide-peer-start")
         self.call_soon = self._calls.put
         """Run a function on a thread that no other node can block."""
-        self._watchdog = Watchdog(timeout)
+        self._watchdog = Watchdog(min(timeout, LOOKUP))
         self._workers = [
             _Worker(PeerLink(address, trust, timeout, self._watchdog, own), Packer("raw", OPEN))
             for _ in range(connections + 1)
@@ -134,8 +133,8 @@ class PeerTier:
 
     @property
     def away(self) -> bool:
-        """Whether the node is not asked now: it was not reached a moment ago, or the address is this process's own."""
-        return self._own or time.monotonic() < self._away_until
+        """Whether the node is not asked now: it does not answer, or the address is this process's own."""
+        return self._availability.away
 
     # -- the contract of a tier ---------------------------------------------------------------------------
 
@@ -148,6 +147,7 @@ class PeerTier:
         def late(items: Sequence[Read]) -> None:
             self._late([item.key for item in items])
 
+        self._greet()
         credit = self._workers[1].link.credit
         most = max(1, min(credit.blocks, credit.nbytes // max([1, *(len(item.span) for item in batch)])))
         self._reading.submit(Batch("read", batch, self._read, size_for(OSError()), finish, late), most)
@@ -158,12 +158,30 @@ class PeerTier:
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         """Do not fetch these blocks again. The other node keeps them."""
-        for key, _ in items:
-            self._dropped[key] = None
-        while len(self._dropped) > _REMEMBERED:
-            with suppress(KeyError, StopIteration, RuntimeError):  # another thread does the same
-                del self._dropped[next(iter(self._dropped))]
+        self._end((key, -math.inf) for key, _ in items)
         done([True] * len(items))
+
+    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
+        """Do not fetch these blocks later than their new expiry. The other node keeps its own."""
+        self._end((key, when) for key, _, when in items)
+        done([True] * len(items))
+
+    def note(self, held: Held) -> None:
+        """Does nothing: the expiry of blocks is the other node's."""
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        """See ``tiers.base.Refetching``."""
+        if self._ends:
+            for key in keys:
+                self._ends.pop(key, None)
+
+    def _end(self, ends: Iterable[tuple[BlockKey, float]]) -> None:
+        for key, when in ends:
+            self._ends.pop(key, None)  # the oldest come first
+            self._ends[key] = when
+        while len(self._ends) > _REMEMBERED:
+            with suppress(KeyError, StopIteration, RuntimeError):  # another thread does the same
+                del self._ends[next(iter(self._ends))]
 
     def evict(self, key: BlockKey, place: int) -> None:
         """Does nothing: the place is the other node's."""
@@ -211,18 +229,49 @@ class PeerTier:
             done(results[0])
 
         if self.away:
+            self._greet()
             done(nothing)
         else:  # all in one job: a lookup is one round trip
             self._finding.submit(Batch("find", [options], self._find, nothing, finish))
 
     def absent(self, key: BlockKey, who: Identity) -> bool:
         """See ``tiers.base.Searched``."""
-        return self.away or key in self._dropped or self._absent.get(key, 0.0) > self._clock.monotonic()
+        if self.away:
+            self._greet()
+            return True
+        if self._ends.get(key, math.inf) <= self._clock.time():
+            return True
+        return self._absent.get(key, 0.0) > self._clock.monotonic()
 
     def _miss(self, keys: Sequence[BlockKey]) -> None:
         if len(self._absent) + len(keys) >= _REMEMBERED:
             self._absent.clear()
         self._absent.update(dict.fromkeys(keys, self._clock.monotonic() + _ABSENT))
+
+    def _greet(self) -> None:
+        """See whether a node that is away answers again, if it is time for that. Does not wait."""
+
+        def ended(failures: list[OSError | None]) -> None:
+            if (e := failures[0]) is None:
+                self._availability.greeted()
+            else:
+                self._counters.failed("greet", e)
+                self._availability.failed(e, trial=True)
+
+        if self._availability.try_again():
+            silent: OSError | None = TimeoutError(errno.ETIMEDOUT, "the node does not answer")
+            batch = Batch("greet", [None], self._try, silent, ended)
+            self.call_soon(functools.partial(self._finding.submit, batch))
+
+    @staticmethod
+    def _try(_: Sequence[None], worker: _Worker) -> list[OSError | None]:
+        try:
+            worker.link.greet()
+        except OSError as e:
+            return [e]
+        except Exception as e:  # noqa: BLE001 - it must not end the thread
+            return [OSError(errno.EIO, f"{type(e).__name__}: {e}")]
+        return [None]
 
     # -- the threads --------------------------------------------------------------------------------------
 
@@ -230,17 +279,20 @@ class PeerTier:
         (options,) = run
         found: list[FoundBlock | None] = [None] * len(options)
         start = 0
-        while start < len(options):  # blocks of one identity follow each other
+        # Blocks of one identity follow each other. A prompt that waited behind one whose lookup failed does not ask.
+        while start < len(options) and not self.away:
             who = options[start][1]
             stop = start + worker.link.credit.keys
             keys = [key for key, _ in itertools.takewhile(functools.partial(_is_of, who), options[start:stop])]
             try:
                 self._check(who)
-                self._enter(found, start, keys, worker.link.locate(who, keys))
+                located = worker.link.locate(who, keys)
+                self._availability.answered()
+                self._enter(found, start, keys, located)
             except Exception as e:  # noqa: BLE001 - see TierCounters
                 self._failed("find", e, len(keys))
             start += len(keys)
-        if None in found:
+        if None in found and not self.away:
             self._miss([key for (key, _), one in zip(options, found, strict=True) if one is None])
         return [found]
 
@@ -250,6 +302,7 @@ class PeerTier:
         """Enter what the node says of these blocks into the results, from ``start`` on."""
         hits = np.flatnonzero(located.presence == Presence.HIT).tolist()
         mine = keys if len(hits) == len(keys) else [keys[i] for i in hits]
+        now = self._clock.time()  # of this host: for a node whose clock is behind the blocks may be valid still
         columns = (
             _places(mine),
             [located.parents[i : i + DIGEST] for i in range(0, len(located.parents), DIGEST)],
@@ -258,12 +311,13 @@ class PeerTier:
             located.priorities.tolist(),
         )
         blocks = map(FoundBlock, *columns)
-        if not self._dropped and len(hits) == len(keys):
+        if not self._ends and len(hits) == len(keys) and (located.expiries > now).all():
             found[start : start + len(keys)] = blocks
             return
         for i, key, block in zip(hits, mine, blocks, strict=True):
-            if key not in self._dropped:
-                found[start + i] = block
+            expiry = min(block.expiry, self._ends.get(key, math.inf))
+            if expiry > now:
+                found[start + i] = block._replace(expiry=expiry)
 
     def _read(self, run: Sequence[Read], worker: _Worker) -> list[int]:
         """For each the bytes read and verified, or ``size_for`` what failed."""
@@ -308,8 +362,9 @@ class PeerTier:
         wanted: list[WantedBlock] = []
         good: list[int] = []
         sizes = [0] * len(items)
+        now = self._clock.time()
         for i, (item, start) in enumerate(zip(items, starts, strict=True)):
-            if item.key in self._dropped or not item.wanted:
+            if self._ends.get(item.key, math.inf) <= now or not item.wanted:
                 self._counters.failed("read", Rejected(Reason.GONE))
                 continue
             payload = item.span[: len(item.wanted) * geometry.stride]
@@ -318,6 +373,7 @@ class PeerTier:
         if not wanted:
             return sizes
         answers = worker.link.read(items[0].identity, wanted)
+        self._availability.answered()
         for i, block, presence in zip(good, wanted, answers, strict=True):
             try:
                 if presence is Presence.BUSY:
@@ -352,21 +408,8 @@ class PeerTier:
 
     def _failed(self, verb: str, e: Exception, count: int) -> None:
         self._counters.failed(verb, e, count)
-        if isinstance(e, OwnAddress):
-            if not self._own:
-                log.info("%s is this node's own address; it is not asked", self.address)
-            self._own = True
-        elif isinstance(e, OSError) and e.errno != errno.EHOSTDOWN:
-            self._away_until = time.monotonic() + _PAUSE
-            reason = e.strerror or str(e) or type(e).__name__
-            if reason != self._said:
-                self._said = reason
-                warn = log.error if isinstance(e, PeerViolation) else log.warning
-                warn(
-                    "the node at %s is left alone for a moment, again and again while it lasts: %s",
-                    self.address,
-                    reason,
-                )
+        if isinstance(e, OSError) and e.errno != errno.EHOSTDOWN and self._availability.failed(e):
+            self.call_soon(self.lost)
 
     def _no_answer(self, verb: str, count: int) -> None:
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)

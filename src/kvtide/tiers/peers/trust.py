@@ -13,7 +13,8 @@ everything else that was said, so a proof is worth nothing on another connection
 proves itself first: an asker tells nothing, not even a digest, to a server that does not know the secret.
 
 Without TLS, whoever can change packets between two authenticated nodes could send damaged blocks, which checksums find,
-or forged ones, which they do not. With ``security.encrypt`` blocks therefore travel over TLS only.
+or forged ones, which they do not. With ``security.encrypt``, and with ``security.key_source``, which opens records that
+were encrypted before, blocks therefore travel over TLS only.
 
 Files are read anew for every connection, so certificates and the secret can be replaced while the nodes run.
 """
@@ -64,9 +65,10 @@ class PeerTrust:
             )
         if not settings.certificate and not settings.token_file:
             raise ConfigError(f"{what}, and nodes could not authenticate each other: {_BOTH}")
-        if security.encrypt and not settings.certificate:
+        if (security.encrypt or security.key_source) and not settings.certificate:
+            setting = "security.encrypt" if security.encrypt else "security.key_source, which opens encrypted records"
             raise ConfigError(
-                f"{what} with security.encrypt, but blocks would travel unencrypted: set peers.certificate, "
+                f"{what} with {setting}, but blocks would travel unencrypted: set peers.certificate, "
                 "peers.authority and peers.names"
             )
         names = frozenset(settings.names.replace(",", " ").split())
