@@ -71,11 +71,11 @@ class PeerServer:
 
     def __init__(self, store: Store, credit: RequestCredit | None = None) -> None:
         settings = store.config.peers
-        self._credit = credit or RequestCredit()
         self._trust = PeerTrust(settings, store.config.security)
         self._timeout = settings.timeout
         self._name = store.name
         self._blocks = PeerBlocks(store, settings.timeout)
+        self._credit = credit or RequestCredit()
         self._lock = threading.Lock()
         self._threads: dict[PeerConnection, threading.Thread] = {}
         self._strangers: set[PeerConnection] = set()
@@ -253,7 +253,7 @@ class PeerServer:
             sections = sum(geometry.sections if one.sections == ALL else one.sections for one in asked)
             if sections * geometry.stride > self._credit.nbytes:
                 raise PeerViolation(Violation.OVER_CREDIT)
-        with self._blocks.opened(identity, asked, packer) as sent:
+        with self._blocks.opened(identity, asked, packer, connection) as sent:
             parts = b"".join(PART.pack(one.presence, len(one.header), len(one.payload)) for one in sent)
             reply = REPLY.pack(Operation.READ, 0, len(sent), len(parts), number) + parts
             records = [span for one in sent for span in (one.header, one.payload) if span]
