@@ -132,7 +132,10 @@ def test_a_disk_that_fails_an_answer_holds_nothing_afterwards(
             patch.setattr(nvme.lane, "read", read)
             asker = connected(store, server, stack)
             ask(asker, [digest])
-            if fails == "late":
+            if fails == "raises":
+                with pytest.raises(OSError, match=r"closed|reset"):
+                    answered(asker)
+            else:
                 assert answered(asker)[0][0] == Presence.BUSY
                 assert server.statistics().bytes_held == FULL.footprint, "the disk may still fill it"
                 ended[0]()

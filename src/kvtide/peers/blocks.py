@@ -324,12 +324,9 @@ class PeerBlocks:
         self, cold: ColdTier, read: _DiskRead, wanted: dict[int, Write], writes: dict[int, Write], end: float
     ) -> bool:
         """Read blocks from NVMe, and add those that are good to ``writes``. Returns whether it took too long."""
-        try:
-            cold.lane.read(read.items, read.done, lambda: False)
-            read.over.wait(max(0.0, end - time.monotonic()))
-        finally:
-            abandoned = read.abandon()
-        if abandoned:
+        cold.lane.read(read.items, read.done, lambda: False)
+        read.over.wait(max(0.0, end - time.monotonic()))
+        if read.abandon():
             return True
         for (i, write), item, good in zip(wanted.items(), read.items, read.results, strict=True):
             if good:
