@@ -16,7 +16,7 @@ from kvtide.peers.blocks import host_of
 from kvtide.tiers.peers.protocol import PeerViolation, Violation
 from kvtide.tiers.peers.transport import PeerConnection
 
-__all__ = ["Caller", "Callers", "Greeted"]
+__all__ = ["GreetedPeer", "PeerCaller", "PeerCallers"]
 
 _CONNECTIONS = 256
 _EACH = 64
@@ -27,7 +27,7 @@ _LEAVING = 128
 """Threads of strangers that were ended, and have not noticed yet."""
 
 
-class Caller:
+class PeerCaller:
     """A connection that another node has made."""
 
     def __init__(self, connection: PeerConnection, thread: threading.Thread | None = None) -> None:
@@ -41,17 +41,17 @@ class Caller:
         """Why this side ended it."""
 
     def __repr__(self) -> str:
-        return f"<Caller at {self.connection.peer}{', a stranger' if self.stranger else ''}>"
+        return f"<PeerCaller at {self.connection.peer}{', a stranger' if self.stranger else ''}>"
 
     def end(self, violation: Violation) -> None:
         self.ended = violation
         self.connection.interrupt()
 
 
-class Greeted:
+class GreetedPeer:
     """A caller's connection while it is greeted: notes when the first answer is sent."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: PeerCaller) -> None:
         self._caller = caller
         self._connection = caller.connection
         self.peer = caller.connection.peer
@@ -68,21 +68,21 @@ class Greeted:
         self._connection.send(parts)
 
 
-class Callers:
+class PeerCallers:
     """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._callers: dict[PeerConnection, Caller] = {}
+        self._callers: dict[PeerConnection, PeerCaller] = {}
         """The oldest first."""
 
     def __len__(self) -> int:
         return len(self._callers)
 
-    def __iter__(self) -> Iterator[Caller]:
+    def __iter__(self) -> Iterator[PeerCaller]:
         return iter(list(self._callers.values()))
 
-    def add(self, caller: Caller) -> bool:
+    def add(self, caller: PeerCaller) -> bool:
         """Let a stranger in, and end others for it. False: there are too many connections."""
         with self._lock:
             strangers = [one for one in self._callers.values() if one.stranger and one.ended is None]
@@ -97,17 +97,17 @@ class Callers:
             self._callers[caller.connection] = caller
             return True
 
-    def _end_one(self, strangers: Sequence[Caller]) -> None:
+    def _end_one(self, strangers: Sequence[PeerCaller]) -> None:
         next((one for one in strangers if not one.heard), strangers[0]).end(Violation.TOO_MANY)
 
-    def known(self, caller: Caller) -> None:
+    def known(self, caller: PeerCaller) -> None:
         """It is authenticated. Raises PeerViolation if its address has too many such connections."""
         with self._lock:
             if sum(one.host == caller.host and not one.stranger for one in self._callers.values()) >= _EACH:
                 raise PeerViolation(Violation.TOO_MANY)
             caller.stranger = False
 
-    def close(self, caller: Caller) -> None:
+    def close(self, caller: PeerCaller) -> None:
         """Close its connection, and let go of it. Nobody interrupts it while its descriptor is closed."""
         with self._lock:
             caller.connection.close()

@@ -29,7 +29,7 @@ from kvtide import forks
 from kvtide.block import DIGEST, Span
 from kvtide.errors import ConfigError
 from kvtide.peers.blocks import AskedBlock, PeerBlocks, SentBlock
-from kvtide.peers.callers import Caller, Callers, Greeted
+from kvtide.peers.callers import GreetedPeer, PeerCaller, PeerCallers
 from kvtide.store.node_statistics import PeerServing
 from kvtide.store.store import Store
 from kvtide.tiers.format.encryption import OPEN
@@ -78,7 +78,7 @@ class PeerServer:
         self._blocks = PeerBlocks(store, settings.timeout)
         self._credit = credit or RequestCredit()
         self._lock = threading.Lock()
-        self._callers = Callers()
+        self._callers = PeerCallers()
         self._counts: Counter[str] = Counter()
         self._violations: Counter[Violation] = Counter()
         self._logged = -math.inf
@@ -148,7 +148,7 @@ class PeerServer:
                 log.warning("cannot accept a connection of another node: %s", e.strerror or e)
                 self._stop.wait(_PAUSE)
                 continue
-            caller = Caller(connection)
+            caller = PeerCaller(connection)
             caller.thread = threading.Thread(target=self._serve, args=(caller,), name="kvtide-peers-serve", daemon=True)
             with self._lock:  # ``close`` sees it, or it sees that it is too late
                 added = not self._stop.is_set() and self._callers.add(caller)
@@ -162,12 +162,12 @@ class PeerServer:
             except RuntimeError:  # the system cannot start more threads
                 self._over(caller, Violation.TOO_MANY)
 
-    def _serve(self, caller: Caller) -> None:
+    def _serve(self, caller: PeerCaller) -> None:
         connection, violation = caller.connection, None
         try:
             self._watchdog.limit(connection, min(self._timeout, _GREETING))
             connection.begin()
-            let_in(Greeted(caller), self._trust.secret(), self._credit, self._name)
+            let_in(GreetedPeer(caller), self._trust.secret(), self._credit, self._name)
             self._callers.known(caller)
             packer, last = Packer("raw", OPEN), 0
             while not self._stop.is_set():
@@ -186,7 +186,7 @@ class PeerServer:
         finally:
             self._over(caller, caller.ended or violation)
 
-    def _over(self, caller: Caller, violation: Violation | None) -> None:
+    def _over(self, caller: PeerCaller, violation: Violation | None) -> None:
         self._watchdog.remove(caller.connection)
         self._ended(caller.connection, violation)
         self._callers.close(caller)
