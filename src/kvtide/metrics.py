@@ -366,7 +366,7 @@ METRICS = (
     Metric("kvtide_peer_sent_bytes_total", "Bytes of blocks sent to other nodes.", _peers(lambda p: p.bytes_sent)),
     Metric(
         "kvtide_peer_held_bytes",
-        "Bytes that cannot be evicted because they are being sent to other nodes.",
+        "Bytes held for answers to other nodes: blocks in memory that cannot be evicted, and copies read from disk.",
         _peers(lambda p: p.bytes_held),
     ),
     Metric(

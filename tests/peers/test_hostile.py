@@ -201,6 +201,57 @@ def test_many_strangers_keep_nobody_out_for_long(served: tuple[Store, PeerServer
         until(lambda: server.statistics().connections == 0)
 
 
+@pytest.mark.parametrize("said", [b"", p.Hello(1, 1, 0, bytes(32)).pack()[:-1]], ids=["nothing", "half a greeting"])
+def test_strangers_that_come_back_keep_nobody_out(stores: Stores, said: bytes) -> None:
+    """They connect again as soon as they were sent away, from the address that an honest node has too."""
+    store, server = stores.serving(peers={"timeout": 5.0})
+    host, port = server.address.rsplit(":", 1)
+    stop = threading.Event()
+
+    def come_back() -> None:
+        while not stop.is_set():
+            with suppress(OSError), socket.create_connection((host, int(port))) as sock:
+                sock.sendall(said)
+                sock.settimeout(0.1)
+                while not stop.is_set():
+                    with suppress(TimeoutError):
+                        if not sock.recv(1):
+                            break
+            stop.wait(0.02)
+
+    strangers = [threading.Thread(target=come_back) for _ in range(48)]
+    with store.session(MODEL) as session, ExitStack() as stack:
+        session.store(TOKENS, data(PLAIN, TOKENS))
+        for stranger in strangers:
+            stranger.start()
+            stack.callback(stranger.join)
+        stack.callback(stop.set)
+        until(lambda: server.statistics().closed.get(Violation.TOO_MANY.value, 0) > 100)
+        asked = stores.store(server.address, peers={"timeout": 5.0})
+        with asked.session(MODEL) as other:
+            until(lambda: length(other, TOKENS) == len(TOKENS))
+    until(lambda: server.statistics().connections <= 3)
+
+
+def test_the_beginning_of_a_request_has_a_deadline(served: tuple[Store, PeerServer, Session]) -> None:
+    store, server, _ = served
+    with closing(Asker(server, store)) as asker:
+        asker.say(b"\1")
+        assert asker.closed()
+    until(lambda: server.statistics().closed == {Violation.SLOW.value: 1})
+
+
+def test_one_address_does_not_get_all_connections(stores: Stores) -> None:
+    store, server = stores.serving(peers={"timeout": 30.0})
+    with ExitStack() as stack:
+        kept = [stack.enter_context(closing(Asker(server, store))) for _ in range(64)]
+        more = stack.enter_context(closing(Asker(server, store)))
+        assert more.closed()
+        assert server.statistics().closed == {Violation.TOO_MANY.value: 1}
+        assert kept[0].locate(WHO, [bytes(DIGEST)]).presence.tolist() == [0], "those that it has are served"
+    until(lambda: server.statistics().connections == 0)
+
+
 def test_fuzzed_requests(served: tuple[Store, PeerServer, Session]) -> None:
     """The structure is known, and some bytes of it are changed; requests that are still good are answered."""
     store, server, session = served

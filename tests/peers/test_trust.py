@@ -285,3 +285,12 @@ def test_a_strange_certificate_gets_nothing(stores: Stores, tmp_path: Path) -> N
         assert length(second, prompt(1)) == 0
     assert server.statistics().requests == 0
     until(lambda: Violation.CERTIFICATE.value in server.statistics().closed)
+
+
+def test_a_stranger_that_says_nothing_is_slow_also_over_tls(stores: Stores, tmp_path: Path) -> None:
+    """It is not counted as one without an accepted certificate, which would be looked for in the configuration."""
+    settings = certified(tmp_path, "host7")
+    _, server = stores.serving(peers={**settings["host7"], "timeout": 0.3})
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port))):
+        until(lambda: server.statistics().closed == {Violation.SLOW.value: 1})

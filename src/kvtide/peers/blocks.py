@@ -5,9 +5,13 @@ the asker can read itself.
 
 A block in DRAM is sent from the memory it is in, under a lease, so that it is neither evicted nor overwritten
 meanwhile. A block on NVMe is read through the tier's lane, like a read of this node's own, into memory of its own. Both
-are counted against one budget, ``_PART`` of the DRAM budget but at least one block, from before they are leased until
-they were sent: slow askers cannot keep more than that from being evicted. A request that does not fit waits a moment,
-and is then answered with BUSY.
+are counted against one budget, ``_PART`` of the DRAM budget but at least one request, from before they are leased until
+they were sent: slow askers cannot keep more than that from being evicted, nor make this node take more. One address
+gets half of it, or what one request needs. A request that does not fit waits a moment, and is then answered with BUSY;
+so are the last blocks of a request for more than that.
+
+When a block is dropped, or its tenant forgotten, an answer with it is interrupted, and the drop waits until the answer
+holds nothing: see ``store/outgoing.py``.
 
 A block is named by its full key, and its row must belong to the identity that the asker names; so an asker learns of a
 key that it cannot name, or of one that belongs to another identity, that it is not there. A tenant whose key was
@@ -18,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +31,7 @@ from msgspec import structs
 
 from kvtide.block import BlockKey, Span
 from kvtide.index.index import DRAM, SEALED, Index, Rows
+from kvtide.store.outgoing import OutgoingAnswer
 from kvtide.store.partition import NVME, Partition
 from kvtide.store.store import Store
 from kvtide.tiers.base import Identity, Read, ReadResult, Write
@@ -33,10 +39,11 @@ from kvtide.tiers.format.encryption import Encryption
 from kvtide.tiers.format.packer import Packer, header_of
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.format.scratch import Scratch
-from kvtide.tiers.peers.protocol import ALL, LocatedBlocks, Presence
+from kvtide.tiers.peers.protocol import ALL, LocatedBlocks, Presence, RequestCredit
+from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.transfer.cold_tier import ColdTier
 
-__all__ = ["AskedBlock", "PeerBlocks", "SentBlock"]
+__all__ = ["AskedBlock", "PeerBlocks", "SentBlock", "host_of"]
 
 _PART = 8
 
@@ -60,37 +67,61 @@ class SentBlock(NamedTuple):
 _MISS, _BUSY = SentBlock(Presence.MISS), SentBlock(Presence.BUSY)
 
 
+def host_of(peer: str) -> str:
+    """The host of another end's address: it has as many ports as it likes."""
+    return peer.rpartition(":")[0]
+
+
 class _Budget:
     """Bytes that answers may hold at a time. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._taken = 0
+        self._taken: Counter[str] = Counter()
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int, timeout: float) -> bool:
-        """Take that much, as soon as it is free; a single answer may be larger than the limit. False after
+    @property
+    def each(self) -> int:
+        """Bytes that the answers to one address may have, if it is more than one."""
+        return self._limit // 2
+
+    @property
+    def largest(self) -> int:
+        """Bytes that one answer may have: not less than a request for whole blocks."""
+        return max(self.each, RequestCredit().nbytes)
+
+    def take(self, who: str, nbytes: int, timeout: float) -> bool:
+        """Take that much, as soon as it is free; what is larger than the limit is taken alone. False after
         ``timeout``."""
         with self._changed:
-            fits = self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit, timeout)
-            self._taken += nbytes if fits else 0
+            fits = self._changed.wait_for(lambda: self._fits(who, nbytes), timeout)
+            if fits:
+                self._taken[who] += nbytes
             return fits
 
-    def give(self, nbytes: int) -> None:
+    def _fits(self, who: str, nbytes: int) -> bool:
+        taken, mine = self.taken, self._taken[who]
+        return (not taken or taken + nbytes <= self._limit) and (not mine or mine + nbytes <= self.each)
+
+    def give(self, who: str, nbytes: int) -> None:
         with self._changed:
-            self._taken -= nbytes
+            self._taken[who] -= nbytes
+            if not self._taken[who]:
+                del self._taken[who]
             self._changed.notify_all()
 
     @property
     def taken(self) -> int:
-        return self._taken
+        with self._changed:
+            return sum(self._taken.values())
 
 
 class _Taken:
     """What one answer has taken of a budget. A part may be kept beyond the answer, until a late read has ended."""
 
-    def __init__(self, budget: _Budget, nbytes: int) -> None:
+    def __init__(self, budget: _Budget, who: str, nbytes: int) -> None:
         self._budget = budget
+        self._who = who
         self._nbytes = nbytes
 
     def keep(self, nbytes: int) -> None:
@@ -98,10 +129,49 @@ class _Taken:
         self._nbytes -= nbytes
 
     def give(self, nbytes: int) -> None:
-        self._budget.give(nbytes)
+        self._budget.give(self._who, nbytes)
 
     def close(self) -> None:
-        self._budget.give(self._nbytes)
+        self._budget.give(self._who, self._nbytes)
+
+
+class _DiskRead:
+    """A read of blocks from NVMe, for which an answer waits until it has no more time for it. Thread-safe."""
+
+    def __init__(self, items: Sequence[Read], taken: _Taken, over: threading.Event) -> None:
+        """``over`` is set when it has ended, or earlier if nobody wants it any more."""
+        self.items = items
+        self.results: Sequence[ReadResult] = ()
+        self.over = over
+        self._taken = taken
+        self._lock = threading.Lock()
+        self._ended = self._abandoned = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(item.span) for item in self.items)
+
+    def done(self, results: Sequence[ReadResult]) -> None:
+        with self._lock:
+            self.results, self._ended = results, True
+            late = self._abandoned
+        self.over.set()
+        if late:
+            self.zero()
+            self._taken.give(self.nbytes)
+
+    def abandon(self) -> bool:
+        """Leave it alone: it fills its memory whenever it ends, and gives back what was taken for that then. False if
+        it has ended."""
+        with self._lock:
+            self._abandoned = not self._ended
+            if self._abandoned:
+                self._taken.keep(self.nbytes)
+            return self._abandoned
+
+    def zero(self) -> None:
+        for item in self.items:
+            np.frombuffer(item.span, np.uint8)[:] = 0
 
 
 class PeerBlocks:
@@ -139,11 +209,14 @@ class PeerBlocks:
         """The rows of blocks that are complete in this node's DRAM or NVMe; 0 for others. Call with the index lock
         held."""
         index = partition.index
+        if partition.outgoing.refused(identity.tenant):
+            return np.zeros(len(keys), np.int64)
         try:
             self._encryption.new(identity.tenant)
         except Rejected:
             return np.zeros(len(keys), np.int64)
-        rows = index.own_rows(keys, identity.fingerprint)
+        rows = index.rows(keys)
+        rows[index.identity[rows] != identity.fingerprint] = 0  # so is a row whose owner is not known
         here = index.state[DRAM][rows] == SEALED
         if partition.nvme is not None:
             here |= index.state[NVME][rows] == SEALED
@@ -153,52 +226,86 @@ class PeerBlocks:
         return rows
 
     @contextlib.contextmanager
-    def opened(self, identity: Identity, asked: Sequence[AskedBlock], packer: Packer) -> Iterator[list[SentBlock]]:
+    def opened(
+        self, identity: Identity, asked: Sequence[AskedBlock], packer: Packer, asker: PeerConnection
+    ) -> Iterator[list[SentBlock]]:
         """Records of blocks, which stay as they are inside the ``with``. The headers are memory of the packer."""
         footprint = identity.geometry.footprint
-        nbytes = len(asked) * footprint
+        if footprint > self._store.config.dram.budget:  # no such block is there
+            yield [_MISS] * len(asked)
+            return
+        served = asked[: max(1, self._budget.largest // footprint)]
+        rest = [_BUSY] * (len(asked) - len(served))
+        who, nbytes = host_of(asker.peer), len(served) * footprint
         end = time.monotonic() + self._timeout / 2
+        if not self._budget.take(who, nbytes, self._timeout / 4):
+            yield [_BUSY] * len(asked)
+            return
         with contextlib.ExitStack() as stack:
-            if footprint > self._store.config.dram.budget:  # no such block is there
-                yield [_MISS] * len(asked)
-                return
-            if not self._budget.take(nbytes, self._timeout / 4):
-                yield [_BUSY] * len(asked)
-                return
-            taken = _Taken(self._budget, nbytes)
+            taken = _Taken(self._budget, who, nbytes)
             stack.callback(taken.close)
             partition = self._store.partition_of(identity.tenant)
-            writes, reads = self._lease(partition, identity, asked, stack)
-            nvme = partition.nvme
-            busy = bool(reads and nvme is not None and self._read(nvme, reads, writes, taken, end))
-            sent = [_MISS] * len(asked)
-            size = max((header_of(write) for write in writes.values()), default=0)
-            pages = packer.header.get(size * len(asked))
-            for i, write in writes.items():
-                span = write.span
-                first, count = asked[i].first, asked[i].sections
-                sections = identity.geometry.sections
-                wanted = range(sections) if count == ALL else range(first, first + count)
-                if wanted.stop > sections or (count == ALL and first):
-                    continue
-                page = pages[i * size : (i + 1) * size]
-                packer.pack(write).name(page, 0, self._store.clock.time())
-                stride = identity.geometry.stride
-                sent[i] = SentBlock(Presence.HIT, page, span[wanted.start * stride : wanted.stop * stride])
-            if busy:
-                sent = [_BUSY if i in reads and i not in writes else one for i, one in enumerate(sent)]
-            yield sent
+            wake = threading.Event()
+
+            def interrupt() -> None:
+                asker.interrupt()
+                wake.set()
+
+            keys = [BlockKey(one.digest + identity.group) for one in served]
+            answer = OutgoingAnswer(identity.tenant, keys, interrupt)
+            stack.callback(partition.outgoing.end, answer)
+            # What the kernel still has belongs to the answer: the connection is closed before the end is told.
+            stack.callback(lambda: asker.close() if answer.withdrawn else None)
+            writes, places = self._lease(partition, identity, keys, answer, stack)
+            nvme, late = partition.nvme, False
+            if places and nvme is not None:
+                # Memory of its own for each: a read that hangs may still fill it, whenever it ends.
+                spans = [Scratch().get(footprint) for _ in places]
+                items = [Read(w.key, identity, w.owner, span) for w, span in zip(places.values(), spans, strict=True)]
+                read = _DiskRead(items, taken, wake)
+                stack.callback(lambda: read.zero() if answer.withdrawn else None)
+                late = self._read(nvme, read, places, writes, end)
+            yield self._packed(identity, served, writes, places if late else {}, packer) + rest
+
+    def _packed(
+        self,
+        identity: Identity,
+        asked: Sequence[AskedBlock],
+        writes: dict[int, Write],
+        late: Collection[int],
+        packer: Packer,
+    ) -> list[SentBlock]:
+        """The answers for blocks: records of ``writes``, BUSY for ``late``, and misses."""
+        sent = [_BUSY if i in late and i not in writes else _MISS for i in range(len(asked))]
+        sections, stride = identity.geometry.sections, identity.geometry.stride
+        size = max((header_of(write) for write in writes.values()), default=0)
+        pages = packer.header.get(size * len(asked))
+        for i, write in writes.items():
+            first, count = asked[i].first, asked[i].sections
+            wanted = range(sections) if count == ALL else range(first, first + count)
+            if wanted.stop > sections or (count == ALL and first):
+                continue
+            page = pages[i * size : (i + 1) * size]
+            packer.pack(write).name(page, 0, self._store.clock.time())
+            sent[i] = SentBlock(Presence.HIT, page, write.span[wanted.start * stride : wanted.stop * stride])
+        return sent
 
     def _lease(
-        self, partition: Partition, identity: Identity, asked: Sequence[AskedBlock], stack: contextlib.ExitStack
+        self,
+        partition: Partition,
+        identity: Identity,
+        keys: Sequence[BlockKey],
+        answer: OutgoingAnswer,
+        stack: contextlib.ExitStack,
     ) -> tuple[dict[int, Write], dict[int, Write]]:
         """Lease the blocks that are there. Returns those in DRAM, and those to be read from NVMe, by their number among
-        ``asked``; the latter with an empty span."""
+        ``keys``; the latter with an empty span."""
         index, pipeline = partition.index, partition.pipeline
-        keys = [BlockKey(one.digest + identity.group) for one in asked]
         writes: dict[int, Write] = {}
         reads: dict[int, Write] = {}
         with index.lock:
+            if not partition.outgoing.begin(answer):
+                return writes, reads
             rows = self._rows(partition, keys, identity)
             stack.callback(pipeline.lease(np.unique(rows[rows > 0])).release)
             for i, row in enumerate(rows.tolist()):
@@ -214,28 +321,14 @@ class PeerBlocks:
         return writes, reads
 
     def _read(
-        self, cold: ColdTier, wanted: dict[int, Write], writes: dict[int, Write], taken: _Taken, end: float
+        self, cold: ColdTier, read: _DiskRead, wanted: dict[int, Write], writes: dict[int, Write], end: float
     ) -> bool:
         """Read blocks from NVMe, and add those that are good to ``writes``. Returns whether it took too long."""
-        items: list[Read] = []
-        for write in wanted.values():
-            # Memory of its own for each: a read that hangs may still fill it, whenever it ends.
-            span = Scratch().get(write.identity.geometry.footprint)
-            items.append(Read(write.key, write.identity, write.owner, span))
-        results: list[ReadResult] = []
-        ended = threading.Event()
-        nbytes = sum(len(item.span) for item in items)
-        taken.keep(nbytes)
-
-        def done(found: Sequence[ReadResult]) -> None:
-            results.extend(found)
-            taken.give(nbytes)
-            ended.set()
-
-        cold.lane.read(items, done, lambda: False)
-        if not ended.wait(max(0.0, end - time.monotonic())):
+        cold.lane.read(read.items, read.done, lambda: False)
+        read.over.wait(max(0.0, end - time.monotonic()))
+        if read.abandon():
             return True
-        for (i, write), item, good in zip(wanted.items(), items, results, strict=True):
+        for (i, write), item, good in zip(wanted.items(), read.items, read.results, strict=True):
             if good:
                 writes[i] = structs.replace(write, span=item.span)
         return False

@@ -9,13 +9,14 @@ Whatever an asker does costs its connection, and nothing else:
 - Requests are read into memory of a fixed size, and a request for more than the credit that was granted ends the
   connection. So does anything that breaks the protocol.
 - An answer must have been taken within ``peers.timeout``; then the connection is interrupted, and what it held is free.
-- Connections are limited, those that are not authenticated yet by a limit of their own.
+- Connections are limited, for each address and together; who is not authenticated yet keeps nobody out (callers.py).
 
 Each end of that kind is counted by its reason. See blocks.py for what an answer may contain.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import ssl
@@ -28,6 +29,7 @@ from kvtide import forks
 from kvtide.block import DIGEST, Span
 from kvtide.errors import ConfigError
 from kvtide.peers.blocks import AskedBlock, PeerBlocks, SentBlock
+from kvtide.peers.callers import GreetedPeer, PeerCaller, PeerCallers
 from kvtide.store.node_statistics import PeerServing
 from kvtide.store.store import Store
 from kvtide.tiers.format.encryption import OPEN
@@ -57,9 +59,8 @@ __all__ = ["PeerServer"]
 
 log = logging.getLogger("kvtide.peers")
 
-_CONNECTIONS = 256
-_STRANGERS = 32
-"""Connections that are not authenticated yet."""
+_GREETING = 1.0
+"""Seconds that a connection may take until it is authenticated, or ``peers.timeout`` if that is less."""
 _PAUSE = 0.5
 """Seconds without accepting connections after the node ran out of file descriptors for them."""
 _LOGGED = 10.0
@@ -71,14 +72,13 @@ class PeerServer:
 
     def __init__(self, store: Store, credit: RequestCredit | None = None) -> None:
         settings = store.config.peers
-        self._credit = credit or RequestCredit()
         self._trust = PeerTrust(settings, store.config.security)
         self._timeout = settings.timeout
         self._name = store.name
         self._blocks = PeerBlocks(store, settings.timeout)
+        self._credit = credit or RequestCredit()
         self._lock = threading.Lock()
-        self._threads: dict[PeerConnection, threading.Thread] = {}
-        self._strangers: set[PeerConnection] = set()
+        self._callers = PeerCallers()
         self._counts: Counter[str] = Counter()
         self._violations: Counter[Violation] = Counter()
         self._logged = -math.inf
@@ -91,20 +91,24 @@ class PeerServer:
                 "of this host, such as 10.0.0.7:9411"
             ) from e
         self.address = self._listener.address
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._listener.close)
+            self._watchdog = Watchdog(settings.timeout)
+            undo.callback(self._watchdog.close)
+            self._acceptor = threading.Thread(target=self._accept, name="kvtide-peers-accept", daemon=True)
+            self._acceptor.start()
+            undo.pop_all()
         forks.tell(self)
-        self._watchdog = Watchdog(settings.timeout)
-        self._acceptor = threading.Thread(target=self._accept, name="kvtide-peers-accept", daemon=True)
-        self._acceptor.start()
         log.info("serving blocks to other nodes at %s", self.address)
 
     def __repr__(self) -> str:
-        return f"<PeerServer at {self.address}, {len(self._threads)} connections>"
+        return f"<PeerServer at {self.address}, {len(self._callers)} connections>"
 
     def statistics(self) -> PeerServing:
         with self._lock:
             return PeerServing(
                 self.address,
-                len(self._threads),
+                len(self._callers),
                 self._counts["requests"],
                 self._counts["located"],
                 self._counts["sent"],
@@ -122,16 +126,15 @@ class PeerServer:
         self._listener.close()
         self._acceptor.join()
         self._watchdog.interrupt_all()
-        with self._lock:
-            threads = list(self._threads.values())
-        for thread in threads:
-            thread.join()
+        for caller in self._callers:
+            if caller.thread is not None and caller.thread.ident is not None:
+                caller.thread.join()
         self._watchdog.close()
 
     def forked(self) -> None:
         self._listener.forked()
-        for connection in self._threads:
-            connection.forked()
+        for caller in self._callers:
+            caller.connection.forked()
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -145,56 +148,48 @@ class PeerServer:
                 log.warning("cannot accept a connection of another node: %s", e.strerror or e)
                 self._stop.wait(_PAUSE)
                 continue
-            with self._lock:
-                full = len(self._threads) >= _CONNECTIONS or len(self._strangers) >= _STRANGERS
-                if not full and not self._stop.is_set():
-                    thread = threading.Thread(
-                        target=self._serve, args=(connection,), name="kvtide-peers-serve", daemon=True
-                    )
-                    self._threads[connection] = thread
-                    self._strangers.add(connection)
-            if full or self._stop.is_set():
-                self._ended(connection, Violation.TOO_MANY if full else None)
+            caller = PeerCaller(connection)
+            caller.thread = threading.Thread(target=self._serve, args=(caller,), name="kvtide-peers-serve", daemon=True)
+            with self._lock:  # ``close`` sees it, or it sees that it is too late
+                added = not self._stop.is_set() and self._callers.add(caller)
+            if not added:
+                self._ended(connection, Violation.TOO_MANY)
                 connection.close()
                 continue
             self._watchdog.add(connection)
             try:
-                thread.start()
+                caller.thread.start()
             except RuntimeError:  # the system cannot start more threads
-                self._over(connection, Violation.TOO_MANY)
+                self._over(caller, Violation.TOO_MANY)
 
-    def _serve(self, connection: PeerConnection) -> None:
-        violation = None
+    def _serve(self, caller: PeerCaller) -> None:
+        connection, violation = caller.connection, None
         try:
-            self._watchdog.limit(connection, self._timeout)
+            self._watchdog.limit(connection, min(self._timeout, _GREETING))
             connection.begin()
-            let_in(connection, self._trust.secret(), self._credit, self._name)
-            with self._lock:
-                self._strangers.discard(connection)
+            let_in(GreetedPeer(caller), self._trust.secret(), self._credit, self._name)
+            self._callers.known(caller)
             packer, last = Packer("raw", OPEN), 0
             while not self._stop.is_set():
                 last = self._answer(connection, packer, last)
         except PeerViolation as e:
             violation = e.violation
-        except (ssl.SSLError, PermissionError):  # it is an OSError too
-            violation = Violation.CERTIFICATE if connection in self._strangers else Violation.GARBAGE
-        except OSError:
+        except OSError as e:  # of TLS too
             if connection.due <= time.monotonic():
                 violation = Violation.SLOW
+            elif isinstance(e, ssl.SSLError | PermissionError):
+                violation = Violation.CERTIFICATE if caller.stranger else Violation.GARBAGE
         except ConfigError as e:
             log.error("other nodes are refused: %s", e)
         except Exception:
             log.exception("a connection of the node at %s failed", connection.peer)
         finally:
-            self._over(connection, violation)
+            self._over(caller, caller.ended or violation)
 
-    def _over(self, connection: PeerConnection, violation: Violation | None) -> None:
-        self._watchdog.remove(connection)
-        connection.close()
-        self._ended(connection, violation)
-        with self._lock:
-            self._strangers.discard(connection)
-            self._threads.pop(connection, None)
+    def _over(self, caller: PeerCaller, violation: Violation | None) -> None:
+        self._watchdog.remove(caller.connection)
+        self._ended(caller.connection, violation)
+        self._callers.close(caller)
 
     def _ended(self, connection: PeerConnection, violation: Violation | None) -> None:
         if violation is None or self._stop.is_set():
@@ -212,8 +207,9 @@ class PeerServer:
     def _answer(self, connection: PeerConnection, packer: Packer, last: int) -> int:
         """Wait for a request and answer it; returns its number."""
         connection.due = math.inf
-        head = received(connection, REQUEST.size)
-        self._watchdog.limit(connection, self._timeout)
+        head = received(connection, 1)
+        self._watchdog.limit(connection, self._timeout)  # from its first byte on
+        head += received(connection, REQUEST.size - 1)
         operation, zero, count, size, number = REQUEST.unpack(head)
         if zero or not count or operation not in (Operation.LOCATE, Operation.READ):
             raise PeerViolation(Violation.GARBAGE)
@@ -253,7 +249,7 @@ class PeerServer:
             sections = sum(geometry.sections if one.sections == ALL else one.sections for one in asked)
             if sections * geometry.stride > self._credit.nbytes:
                 raise PeerViolation(Violation.OVER_CREDIT)
-        with self._blocks.opened(identity, asked, packer) as sent:
+        with self._blocks.opened(identity, asked, packer, connection) as sent:
             parts = b"".join(PART.pack(one.presence, len(one.header), len(one.payload)) for one in sent)
             reply = REPLY.pack(Operation.READ, 0, len(sent), len(parts), number) + parts
             records = [span for one in sent for span in (one.header, one.payload) if span]

@@ -67,6 +67,7 @@ def forget(partitions: Sequence[Partition], tenant: bytes, who: str) -> Forgotte
             # First: blocks that enter after the search for the tenant's blocks would stay.
             for partition in partitions:
                 refused.enter_context(partition.pipeline.forgetting(tenant))
+                refused.enter_context(partition.outgoing.forgetting(tenant))
             if key_ring is not None:
                 refused.enter_context(key_ring.forgetting(tenant))
             known = [set(partition.pipeline.keys_of(tenant)) for partition in partitions]

@@ -48,6 +48,7 @@ from kvtide.plan.write_budget import WriteBudget
 from kvtide.security.key_ring import KeyRing
 from kvtide.store.housekeeping import Housekeeper
 from kvtide.store.known_models import KnownModels
+from kvtide.store.outgoing import OutgoingBlocks
 from kvtide.store.recent_requests import RecentRequests
 from kvtide.store.recorder import Recorder
 from kvtide.store.restore import adopt, charge
@@ -133,6 +134,8 @@ class Partition:
         self._scratch: list[Pool] = []
         self._tracers: list[threading.Thread] = []
         """Threads that zero the remaining data of tenants whose keys were destroyed."""
+        self.outgoing = OutgoingBlocks()
+        """What is being sent to other nodes."""
         self._closed = False
         self._running = contextlib.ExitStack()
         """Ends threads and closes tiers."""
@@ -468,6 +471,8 @@ class Partition:
         ended: SimpleQueue[int] = SimpleQueue()
         timeout = self._patience(timeout)
         found = self.pipeline.drop(keys, ended.put, who=who, notify_others=notify_others, absence=absence)
+        if not self.outgoing.wait(self.outgoing.interrupt(keys)):
+            raise TierError(f"some of {len(keys)} dropped blocks are still being sent to other nodes: drop them again")
         if (failed := _wait_for(ended, timeout)) is None:
             raise TierError(f"dropping {len(keys)} blocks took longer than {timeout} s; it goes on in the background")
         if failed:
@@ -499,11 +504,12 @@ class Partition:
 
     def _drop(self, keys: Sequence[BlockKey], absence: Absence) -> None:
         self.pipeline.drop(keys, lambda failed: None, shared=False, absence=absence)
+        self.outgoing.interrupt(keys)
 
     def forget_here(self, tenant: bytes) -> None:
         """Drop a tenant's blocks without waiting, but leave shared storage alone."""
         self._check_open()
-        with self.pipeline.forgetting(tenant):
+        with self.pipeline.forgetting(tenant), self.outgoing.forgetting(tenant):
             self.drop_here(self.shred(tenant, ()), Absence.FORGOTTEN)
             self._zero_traces_later(tenant)
 

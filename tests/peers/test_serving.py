@@ -1,0 +1,210 @@
+"""What a serving node holds for askers, and what a drop does to answers that are under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtide import Layout, Model, Session, Store
+from kvtide.block import Group, Kind
+from kvtide.index.index import ABSENT, DRAM, SEALED
+from kvtide.peers.server import PeerServer
+from kvtide.testing.blocks import content, identity
+from kvtide.testing.interface import OTHER_TENANT, SIZE, until
+from kvtide.tiers.base import Identity
+from kvtide.tiers.peers.greeting import ask_in, received
+from kvtide.tiers.peers.protocol import ALL, ITEM, PART, REPLY, REQUEST, Operation, Presence, pack_identity
+from kvtide.tiers.peers.transport import PeerConnection
+from kvtide.tiers.peers.trust import PeerTrust
+from tests.peers.nodes import Stores
+
+LAYOUT = Layout((Group("full", Kind.FULL, 16, 8, 128, "float32", page=SIZE),), block_tokens=256)
+"""Its blocks have 32 MiB: more than the kernel's buffers hold."""
+FULL = LAYOUT.geometry["full"]
+MODEL = Model(LAYOUT, "given:large")
+TOKENS = [7] * 256
+WHO = identity(LAYOUT, weights="given:large")
+_NVME = 1
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Stores]:
+    with Stores(tmp_path, timeout=30.0) as stores:
+        yield stores
+
+
+def serving(stores: Stores, folder: Path) -> tuple[Store, PeerServer]:
+    """Its memory is enough for one block; all others are on its disk."""
+    disk = {"path": str(folder / "tier"), "budget": "256MiB", "segment": "64MiB", "store": "through"}
+    return stores.serving(nvme=disk, dram={"budget": "48MiB", "segment": "16MiB"})
+
+
+def connected(store: Store, server: PeerServer, stack: ExitStack) -> PeerConnection:
+    trust = PeerTrust(store.config.peers, store.config.security)
+    connection = trust.transport.connect(server.address, 5)
+    stack.callback(connection.close)
+    connection.begin()
+    ask_in(connection, trust.secret())
+    return connection
+
+
+def ask(connection: PeerConnection, digests: Sequence[bytes], sections: int = ALL, who: Identity = WHO) -> None:
+    body = pack_identity(who) + b"".join(ITEM.pack(digest, 0, sections) for digest in digests)
+    connection.send([REQUEST.pack(Operation.READ, 0, len(digests), len(body), 1), body])
+
+
+def answered(connection: PeerConnection) -> list[tuple[int, ...]]:
+    """What an answer says of each block; the records are not received."""
+    _, _, count, _, _ = REPLY.unpack(received(connection, REPLY.size))
+    return list(PART.iter_unpack(received(connection, count * PART.size)))
+
+
+def place(store: Store, session: Session, where: str, digest: bytes) -> None:
+    """Have the block of ``TOKENS`` in memory, or only on disk."""
+    session.store(TOKENS, [content(b"x", FULL.nbytes)])
+    assert store.flush(30)
+    if where == "nvme":
+        with store.session(MODEL) as other:
+            other.store([8] * 256, [content(b"y", FULL.nbytes)])
+            assert store.flush(30)
+        index = store.index
+        row = next(row for row in range(1, index.size) if index.key(row)[:32] == digest)
+        assert (index.state[DRAM][row], index.state[_NVME][row]) == (ABSENT, SEALED)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_readers_that_stop_reading_cost_no_more_memory_for_blocks_on_disk(stores: Stores, tmp_path: Path) -> None:
+    store, server = serving(stores, tmp_path)
+    with store.session(MODEL) as session, ExitStack() as stack:
+        digest = bytes(session.chain(TOKENS).digests[0])
+        place(store, session, "nvme", digest)
+        before = resident()
+        first = connected(store, server, stack)
+        ask(first, [digest])
+        assert answered(first)[0][0] == Presence.HIT
+        assert server.statistics().bytes_held == FULL.footprint, "it is being sent"
+        others = [connected(store, server, stack) for _ in range(12)]
+        for other in others:
+            ask(other, [digest])
+        assert [answered(other)[0][0] for other in others] == [Presence.BUSY] * 12
+        assert resident() - before < 4 * FULL.footprint
+        assert server.statistics().bytes_held == FULL.footprint
+    until(lambda: server.statistics().bytes_held == 0)
+
+
+def test_a_section_each_of_many_large_blocks_is_not_read_at_once(stores: Stores, tmp_path: Path) -> None:
+    store, server = serving(stores, tmp_path)
+    with store.session(MODEL) as session, ExitStack() as stack:
+        digest = bytes(session.chain(TOKENS).digests[0])
+        place(store, session, "nvme", digest)
+        asker = connected(store, server, stack)
+        ask(asker, [digest] * 8, sections=1)
+        assert [part[0] for part in answered(asker)] == [Presence.HIT] + [Presence.BUSY] * 7
+    until(lambda: server.statistics().bytes_held == 0)
+
+
+@pytest.mark.parametrize("fails", ["raises", "late"])
+def test_a_disk_that_fails_an_answer_holds_nothing_afterwards(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    stores.peers["timeout"] = 1.0
+    store, server = serving(stores, tmp_path)
+    with store.session(MODEL) as session, ExitStack() as stack:
+        digest = bytes(session.chain(TOKENS).digests[0])
+        place(store, session, "nvme", digest)
+        nvme = store.main.nvme
+        assert nvme is not None
+        ended: list[Callable[[], None]] = []
+
+        def read(items: Sequence[object], done: Callable[[Sequence[bool]], None], stale: object) -> None:
+            if fails == "raises":
+                raise MemoryError
+            ended.append(lambda: done([False] * len(items)))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nvme.lane, "read", read)
+            asker = connected(store, server, stack)
+            ask(asker, [digest])
+            if fails == "raises":
+                with pytest.raises(OSError, match=r"closed|reset"):
+                    answered(asker)
+            else:
+                assert answered(asker)[0][0] == Presence.BUSY
+                assert server.statistics().bytes_held == FULL.footprint, "the disk may still fill it"
+                ended[0]()
+        until(lambda: server.statistics().bytes_held == 0)
+
+
+@pytest.mark.parametrize("how", ["drop", "forget"])
+@pytest.mark.parametrize("where", ["dram", "nvme"])
+def test_dropped_blocks_are_not_sent_on(stores: Stores, tmp_path: Path, where: str, how: str) -> None:
+    """An asker that has begun to read a block, and then waits until it is dropped, does not get the rest."""
+    store, server = serving(stores, tmp_path)
+    who = identity(LAYOUT, weights="given:large", tenant=OTHER_TENANT)
+    with ExitStack() as stack:
+        session = stack.enter_context(store.session(MODEL, tenant=OTHER_TENANT))
+        digest = bytes(session.chain(TOKENS).digests[0])
+        place(store, session, where, digest)
+        asker = connected(store, server, stack)
+        ask(asker, [digest], who=who)
+        (part,) = answered(asker)
+        assert part[0] == Presence.HIT
+        if how == "drop":
+            assert session.drop(TOKENS) == 1
+        else:
+            assert store.forget(OTHER_TENANT.tag).held == 0
+        assert server.statistics().bytes_held == 0, "it is not being sent when the drop returns"
+        assert store.statistics().held == 0
+        with pytest.raises(OSError, match=r"closed|reset"):
+            received(asker, part[1] + part[2])
+    until(lambda: server.statistics().connections == 0)
+
+
+def test_a_tenant_that_is_being_forgotten_has_no_blocks_for_others(stores: Stores, tmp_path: Path) -> None:
+    store, server = serving(stores, tmp_path)
+    who = identity(LAYOUT, weights="given:large", tenant=OTHER_TENANT)
+    with ExitStack() as stack:
+        session = stack.enter_context(store.session(MODEL, tenant=OTHER_TENANT))
+        session.store(TOKENS, [content(b"x", FULL.nbytes)])
+        digest = bytes(session.chain(TOKENS).digests[0])
+        with store.main.outgoing.forgetting(OTHER_TENANT.tag):
+            asker = connected(store, server, stack)
+            ask(asker, [digest], who=who)
+            assert answered(asker)[0][0] == Presence.MISS
+        asker = connected(store, server, stack)
+        ask(asker, [digest], who=who)
+        assert answered(asker)[0][0] == Presence.HIT
+
+
+def test_a_drop_does_not_wait_for_a_disk_that_hangs_under_an_answer(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server = serving(stores, tmp_path)
+    with store.session(MODEL) as session, ExitStack() as stack:
+        digest = bytes(session.chain(TOKENS).digests[0])
+        place(store, session, "nvme", digest)
+        nvme = store.main.nvme
+        assert nvme is not None
+        began, ended = threading.Event(), list[Callable[[], None]]()
+
+        def read(items: Sequence[object], done: Callable[[Sequence[bool]], None], stale: object) -> None:
+            ended.append(lambda: done([False] * len(items)))
+            began.set()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nvme.lane, "read", read)
+            asker = connected(store, server, stack)
+            ask(asker, [digest])
+            assert began.wait(10)
+            assert session.drop(TOKENS) == 1
+        with pytest.raises(OSError, match=r"closed|reset"):
+            received(asker, REPLY.size)
+        ended[0]()
+        until(lambda: server.statistics().bytes_held == 0)
