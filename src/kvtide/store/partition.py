@@ -159,10 +159,7 @@ class Partition:
             self._uses.serve(ranking)
             if config.nvme.path:
                 self.colds.append(self._open_nvme())
-            if peers:
-                trust = PeerTrust(config.peers, config.security)
-                for address in peers:  # before shared storage: their memory is faster
-                    self.colds.append(self._open_peer(address, trust))
+            self._open_peers(peers)  # before shared storage: their memory is faster
             for storage in shared_storages:
                 self.colds.append(self._open_shared(*storage))
             self._orphans = Orphans(self.index)
@@ -320,6 +317,12 @@ class Partition:
             withdraw=tier.withdraw,
             heard=lambda: tier.drops.number,
         )
+
+    def _open_peers(self, addresses: Sequence[str]) -> None:
+        if addresses:
+            trust = PeerTrust(self.config.peers, self.config.security)
+            for address in addresses:
+                self.colds.append(self._open_peer(address, trust))
 
     def _open_peer(self, address: str, trust: PeerTrust) -> ColdTier:
         settings, name = self.config.peers, f"peer {address}"
