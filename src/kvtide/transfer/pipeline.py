@@ -563,8 +563,10 @@ class Pipeline:
         kept = rows[good]
         self._residents.clear_padding(kept)
         self._residents.seal(kept)
-        for tier in self._refetching:
-            tier.stored(index.keys(kept))
+        if self._refetching:
+            stored = index.keys(kept)
+            for tier in self._refetching:
+                tier.stored(stored)
         if len(kept) < len(rows):
             if generations is None:
                 index.absence_log.note(rows, Absence.STORE_DROPPED, DRAM, AbsenceCause.GIVEN_UP)
