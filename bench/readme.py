@@ -209,11 +209,13 @@ TASKS = [
 
 
 def beside_peers(figures: Figures) -> str:
-    """What was measured of kvtide and a peer in one run."""
+    """What was measured of kvtide and a peer in one run, without tasks that were last measured without the peer."""
     rows = []
     for task, name, peer in TASKS:
         record = figures[name]
-        theirs = figures[name.removesuffix("-shared")].peers[peer]
+        theirs = figures[name.removesuffix("-shared")].peers.get(peer)
+        if theirs is None:
+            continue
         row = (task, f"{record.ours:.3g} {record.unit}", f"{theirs:.3g}: {PEERS[peer]}")
         rows.append((*row, verdict(ratio(figures, record, peer, theirs))))
     return table(("task", "kvtide", "peer", "kvtide is"), rows)
