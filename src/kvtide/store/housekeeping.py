@@ -1,9 +1,10 @@
-"""The thread of a partition that removes expired blocks (``Partition.tidy``), and prefetches expected prompts.
+"""The thread of a partition that removes expired blocks (``Partition.tidy``), prefetches expected prompts, and writes
+the table of why blocks are absent.
 
 It sleeps until work is due, and then works in slices (``index/work_slices.py``): no caller waits long for it. It
-starts when the first block gets an expiry or is expected back, ends when the partition is closed, and does not keep
-an otherwise unreferenced one alive. A call that arrives when blocks have expired does one slice itself: if no thread
-can be started, the work is still done, a little with every call.
+starts when the first block gets an expiry or is expected back, or when some hundred blocks have left, ends when the
+partition is closed, and does not keep an otherwise unreferenced one alive. A call that arrives when blocks have expired
+does one slice itself: if no thread can be started, the work is still done, a little with every call.
 
 Time is that of the partition's clock. A clock that is set by hand (``kvtide.testing.clock``) wakes the thread when it
 changes; if the system's clock jumps, the next call wakes it.
