@@ -135,7 +135,7 @@ def test_all_records_together_take_the_memory_that_is_set() -> None:
     for nbytes in (1 << 12, 200_000, 4 << 20):
         log = AbsenceLog(Columns(), nbytes)
         batch, handed = log._batch, list[int]()
-        log.on_full = lambda log=log, handed=handed: handed.append(sum(map(collected, log._full)))  # type: ignore[misc]
+        log.on_full = lambda log=log, handed=handed: handed.append(sum(map(collected, log._full)))
         for number in range(3000):
             log.note(np.arange(number % 5), Absence.DROPPED)
             log.note_blocks(marks(100, number), MINE, Absence.DROPPED)
