@@ -520,6 +520,35 @@ def test_a_drop_interrupted_anywhere_is_never_told_as_never_seen(tmp_path: Path)
     world.close()
 
 
+def test_records_handed_to_the_thread_survive_an_interrupt_anywhere(tmp_path: Path) -> None:
+    """With so little memory that they are handed over after every 14 calls."""
+    world = World("embedded", tmp_path, explain={"memory": 128 << 10})
+    log = world.store.index.absence_log
+    assert 14 <= log._batch // (560 + 18) < 20
+    with world.store.session(MODEL) as session:
+
+        def dropped(first: int) -> None:
+            for number in range(first, first + 5):
+                session.drop(prompt(number))
+
+        for number in range(5):
+            keep(session, number)
+        counted = Points()
+        counted.run(lambda: dropped(0))
+        for turn, at in enumerate(range(11, counted.count - 40, counted.count // 60)):
+            first = 100 + 5 * turn
+            for number in range(first, first + 5):
+                keep(session, number)
+            with pytest.raises(Interrupted):
+                Points(at).run(lambda first=first: dropped(first))  # type: ignore[misc]
+            dropped(first)
+            found = [why(session, number)[0] for number in range(first, first + 5)] if turn % 6 == 5 else []
+            assert set(found) <= {Why.DROPPED, Why.RECORD_OVERWRITTEN}
+            assert found.count(Why.RECORD_OVERWRITTEN) <= 1
+        assert world.store.statistics().held == 0
+    world.close()
+
+
 def test_a_node_that_does_not_know_the_operation_and_one_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -432,7 +432,7 @@ def _judge(
         changes=[change for _, change in shown],
         together=together,
         tried=[change for _, change in tried],
-        not_tried=[", ".join(name for name, _, _ in _names(case.today, one)) for one in left],
+        not_tried=[", ".join(f"{name} = {to}" for name, _, to in _names(case.today, one)) for one in left],
         notes=[*case.notes, *_doubts(case, status, hit_rate)],
     )
 

@@ -222,8 +222,9 @@ class AbsenceLog:
         """Bytes of these."""
         self._full: list[_Note] = []
         """Older ones, which are not, or not completely, in the table either."""
-        self._lock = threading.Lock()
-        """Of the table and of ``_full``. Whoever has it takes no other lock."""
+        self._lock = threading.RLock()
+        """Of the table and of ``_full``. Whoever has it takes no other lock. Reentrant, like that of the index: a
+        signal handler may call the store while its thread is at work here."""
         self._records = 0
         self.since = self._clock.time()
         """When it began, in seconds since 1970."""
@@ -307,15 +308,18 @@ class AbsenceLog:
 
     def _write_all(self) -> None:
         self._enter_full()
-        if self._collected:
-            self._enter(self._collected)
+        if notes := self._collected:
+            self._enter(some := notes.copy())
             # Last: if this is interrupted, the next call repeats it, and that gives the same table.
-            self._collected, self._nbytes = [], 0
+            del notes[: len(some)]
+            if not notes:
+                self._nbytes = 0
 
     def _enter_full(self) -> None:
-        if self._full:
-            self._enter(self._full)
-            self._full = []
+        if full := self._full:
+            self._enter(full)
+            if self._full is full:
+                self._full = []
 
     def _enter(self, notes: list[_Note]) -> None:
         """Write some records to the table. Call with its lock held."""
