@@ -6,7 +6,8 @@ and change who is first. Seconds are CPU seconds of the calling thread. A pair i
 without, and its cost is the difference of their medians; told are the mean over all pairs and its 95 % interval, in
 microseconds and in per cent of the mean without.
 
-The housekeeping thread, which writes the table, is measured by itself: its CPU seconds for the records of one call.
+The housekeeping thread, which writes the table, is measured by itself: its CPU seconds for the records of one call. So
+is what the calling thread does for the records of some blocks that are evicted together, the best of 25 times.
 
 Stores go into a DRAM tier that is full, so that each new block evicts one: the dearest case, as a record is made only
 of a block that leaves the store or does not get in. ``--keep`` writes ``bench/results/explain_cost.json``.
@@ -32,6 +33,7 @@ import numpy as np
 import kvtide
 from kvtide import config
 from kvtide.benchmarks.record import machine
+from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.store.store import Store
 
 RESULT = Path(__file__).parent / "results" / "explain_cost.json"
@@ -138,15 +140,15 @@ def _written(task: Task, switch: _Switch) -> float:
     switch(True)
     log.on_full = None  # not by the thread: by this one, with all records that are collected
     spent, calls = 0.0, 0
-    write = log.write
+    enter = log._enter
 
-    def timed() -> None:
+    def timed(batch: Any) -> None:
         nonlocal spent
         began = time.thread_time()
-        write()
+        enter(batch)
         spent += time.thread_time() - began
 
-    log.write = timed  # type: ignore[method-assign]
+    log._enter = timed  # type: ignore[method-assign]
     before = log.statistics().records
     while log.statistics().records < before + WRITTEN:
         calls += task.round()
@@ -181,6 +183,24 @@ def measured(name: str, pairs: int) -> dict[str, float]:
     }
 
 
+def alone(rows: int, samples: int = 25) -> float:
+    """CPU seconds of the calling thread for the records of ``rows`` blocks that are evicted together; the writing of
+    the table is included where this thread does it."""
+    with ExitStack() as stack:
+        store = TASKS["store, 256 x 2 KiB"](stack).store
+        log, some = store.index.absence_log, np.arange(1, rows + 1)
+        found = []
+        calls = 6000 // rows  # fewer records than a batch holds
+        for _ in range(samples):
+            time.sleep(0.02)  # the thread writes those before
+            with store.index.lock:
+                began = time.thread_time()
+                for _ in range(calls):
+                    log.note(some, Absence.EVICTED, 0, AbsenceCause.LRU, 1)
+                found.append((time.thread_time() - began) / calls)
+        return min(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.explain_cost", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("task", nargs="*", default=list(TASKS), help=f"of {'; '.join(TASKS)}; all if none is named")
@@ -197,10 +217,12 @@ def main() -> None:
         print(
             f"{name:20} {r['us']:7.1f} us   {more:34} {r['thread_us']:6.2f} us {r['thread_percent']:+.2f} %", flush=True
         )
+    records = {str(rows): round(alone(rows) * 1e6, 2) for rows in (1, 8, 64, 256)}
+    print("the records of", ", ".join(f"{rows} blocks: {us} us" for rows, us in records.items()))
     if given.keep:
         kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         tasks = {**(kept["tasks"] if kept.get("machine") == machine() else {}), **results}
-        RESULT.write_text(json.dumps({"machine": machine(), "tasks": tasks}, indent=2) + "\n")
+        RESULT.write_text(json.dumps({"machine": machine(), "tasks": tasks, "records_us": records}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ secret numbers, so that no caller can invent a key that finds another's record, 
 blocks tell nothing of the places of others' blocks. The second packs what happened.
 
 Records are collected first and written to the table together: a numpy call for one record costs nearly as much as for
-a thousand, and no store should pay that each time. The caller's thread copies what it needs of the rows and appends it
-to a list; when that has enough, it is handed to a thread (``on_full``), and another list begins. Whoever searches the
-table first writes what is collected, so a record is found as soon as it was made. What is collected is a part of the
-memory that the table may take.
+a thousand, and no store should pay that each time. The caller's thread copies what it needs of the rows to a batch;
+when that is full, it is handed to a thread (``on_full``), and another is filled. Whoever searches the table first
+writes what is collected, so a record is found as soon as it was made. The batches are a part of the memory that the
+table may take.
 
 What the table does not say is as important as what it says: a place remembers that a record of another block in it was
 overwritten. So a block without a record was certainly never recorded, or it is known that its record may have been
@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,10 @@ _RECORD = 16
 """Bytes of a record."""
 _WORD = (1 << 64) - 1
 _PART, _LEAST = 16, 8 << 10
-"""Collected records may take this part of the memory, for each of two lists; if that is less than ``_LEAST`` bytes,
-they are written at once."""
-_NOTE, _ROW = 560, 18
-"""Bytes of memory of the collected records of one call, and of each of its rows."""
+"""Each of two batches of records that are not in the table yet may take this part of the memory; if that is less than
+``_LEAST`` bytes, records are written at once."""
+_ROW = 37
+"""Bytes of a record in a batch."""
 
 
 class Absence(Enum):
@@ -135,17 +135,33 @@ _HALF = np.uint64(32)
 Mask = npt.NDArray[np.bool_]
 
 
-_Note = tuple[Numbers, npt.NDArray[np.int64], npt.NDArray[np.uint16], int, float, int, "_More | None"]
-"""Records made by one call: parts of keys, identities and tenants of the blocks; what happened to all of them, as a
-record's second number without the time; when; for which tenant; and what differs between them. A plain tuple, because
-making a named one takes a third of the time of a record."""
+class _Batch:
+    """Records that are not in the table yet, one column per field. ``count`` is changed last, so that an interrupted
+    caller leaves whole records."""
 
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.count = 0
+        self.marks = np.zeros(capacity, np.uint64)
+        self.identities = np.zeros(capacity, np.int64)
+        self.owners = np.zeros(capacity, np.uint16)
+        """Numbers of the blocks' tenants."""
+        self.words = np.zeros(capacity, np.uint64)
+        """What happened, as a record's second number without the time."""
+        self.times = np.zeros(capacity, np.float64)
+        self.tenants = np.zeros(capacity, np.uint16)
+        """Numbers of the tenants that needed the space."""
+        self.late = np.zeros(capacity, np.bool_)
+        """Whether others that happened later may have been recorded already."""
 
-class _More(NamedTuple):
-    """What differs between the records of one call."""
+    def single(self) -> tuple[memoryview, ...]:
+        """The same memory, for single records: Python writes one number to it three times faster than to an array."""
+        columns = self.marks, self.identities, self.owners, self.words, self.times, self.tenants
+        return tuple(map(memoryview, columns))
 
-    unwritten: Codes | None
-    times: npt.NDArray[np.float64] | None
+    def clear(self) -> None:
+        self.late[: self.count] = False
+        self.count = 0
 
 
 class _Columns(Protocol):
@@ -203,9 +219,8 @@ class AbsenceLog:
         """``nbytes``: the most memory; less than a record's switches it off."""
         self._index = index
         self._clock = clock or SystemClock()
-        self._batch = nbytes // _PART if nbytes // _PART >= _LEAST else 0
-        """Bytes of records that are collected before they are written."""
-        size = (nbytes - 2 * self._batch) // _RECORD
+        capacity = nbytes // _PART // _ROW if nbytes // _PART >= _LEAST else 0
+        size = (nbytes - 2 * _ROW * capacity) // _RECORD
         self.on = size > 0
         self._size = np.uint64(size)
         self._table = np.zeros((size, 2), np.uint64)
@@ -216,14 +231,13 @@ class AbsenceLog:
         self.on_full: Callable[[], None] | None = None
         """Called, with the index lock held, when there is something for ``write_full``; it must not wait. None: nobody
         calls that."""
-        self._collected: list[_Note] = []
-        """Not yet in the table."""
-        self._nbytes = 0
-        """Bytes of these."""
-        self._full: list[_Note] = []
-        """Older ones, which are not, or not completely, in the table either."""
+        self._batch, self._other = _Batch(capacity), _Batch(capacity)
+        """The batch that is being filled; and an older one."""
+        self._single, self._other_single = self._batch.single(), self._other.single()
+        self._handed = False
+        """Whether the older one has records that are not, or not all, in the table."""
         self._lock = threading.RLock()
-        """Of the table and of ``_full``. Whoever has it takes no other lock. Reentrant, like that of the index: a
+        """Of the table and of the older batch. Whoever has it takes no other lock. Reentrant, like that of the index: a
         signal handler may call the store while its thread is at work here."""
         self._records = 0
         self.since = self._clock.time()
@@ -233,7 +247,7 @@ class AbsenceLog:
         return f"<AbsenceLog {self._records} records, {len(self._table)} places>"
 
     def statistics(self) -> AbsenceStatistics:
-        nbytes = self._table.nbytes + 2 * self._batch
+        nbytes = self._table.nbytes + 2 * _ROW * self._batch.capacity
         return AbsenceStatistics(nbytes, self._records, self.since if self.on else 0.0)
 
     def note(
@@ -252,17 +266,36 @@ class AbsenceLog:
         that says why no colder tier has them.
         """
         if self.on and (count := len(rows)):
-            index, more = self._index, None
-            if not isinstance(unwritten, int):
-                unwritten, codes = (int(unwritten[0]), None) if count == 1 else (0, unwritten)
-                more = None if codes is None else _More(codes, None)
-            if times is not None:
-                more = _More(more and more.unwritten, times)
-            word = _word(absence, tier, cause) | unwritten << _UNWRITTEN
-            now = self._clock.time()
+            index = self._index
+            word = _word(absence, tier, cause)
+            if count == 1 and times is None:
+                word |= (unwritten if isinstance(unwritten, int) else int(unwritten[0])) << _UNWRITTEN
+                self._note_one(rows.item(), word, tenant)
+                return
+            if isinstance(unwritten, int):
+                words: Numbers | int = word | unwritten << _UNWRITTEN
+            else:
+                words = np.uint64(word) | unwritten.astype(np.uint64) << np.uint64(_UNWRITTEN)
             # copies: the rows may have other blocks when the records are written
-            note = index.mark[rows], index.identity[rows], index.tenant[rows], word, now, tenant, more
-            self._collect(count, note)
+            self._put(index.mark[rows], index.identity[rows], index.tenant[rows], words, tenant, times)
+
+    def _note_one(self, row: int, word: int, tenant: int) -> None:
+        """``note`` of a single row, the common case of stores of single blocks."""
+        index, batch = self._index, self._batch
+        if batch.count == batch.capacity:
+            if not batch.capacity:
+                some = np.array([row])
+                self._put(index.mark[some], index.identity[some], index.tenant[some], word, tenant, None)
+                return
+            batch = self._hand_over()
+        at = batch.count
+        marks, identities, owners, words, times, tenants = self._single
+        marks[at] = index.mark.item(row)
+        identities[at] = index.identity.item(row)
+        owners[at] = index.tenant.item(row)
+        words[at], times[at], tenants[at] = word, self._clock.time(), tenant
+        batch.count = at + 1
+        self._records += 1
 
     def note_blocks(
         self,
@@ -273,80 +306,90 @@ class AbsenceLog:
         cause: AbsenceCause = AbsenceCause.NONE,
     ) -> None:
         """The same for blocks of one identity that may have no rows, given the marks of their keys."""
-        if self.on and (count := len(marks)):
-            nobody, now = np.zeros(count, np.uint16), self._clock.time()
-            note = marks, np.full(count, identity, np.int64), nobody, _word(absence, tier, cause), now, 0, None
-            self._collect(count, note)
+        if self.on and len(marks):
+            self._put(marks, identity, 0, _word(absence, tier, cause), 0, None)
 
-    def _collect(self, count: int, note: _Note) -> None:
+    def _put(
+        self,
+        marks: Numbers,
+        identities: npt.NDArray[np.int64] | int,
+        owners: npt.NDArray[np.uint16] | int,
+        words: Numbers | int,
+        tenant: int,
+        times: npt.NDArray[np.float64] | None,
+    ) -> None:
+        count, batch, now = len(marks), self._batch, self._clock.time()
+        if batch.count + count > batch.capacity:
+            batch = self._hand_over() if count <= batch.capacity else _Batch(count)
+        first, stop = batch.count, batch.count + count
+        batch.marks[first:stop] = marks
+        batch.identities[first:stop] = identities
+        batch.owners[first:stop] = owners
+        batch.words[first:stop] = words
+        batch.tenants[first:stop] = tenant
+        batch.times[first:stop] = now if times is None else np.minimum(times, now)
+        if times is not None:
+            batch.late[first:stop] = True
+        batch.count = stop
         self._records += count
-        self._nbytes += _NOTE + _ROW * count
-        self._collected.append(note)
-        if self._nbytes >= self._batch:
-            self._hand_over()
+        if batch is not self._batch:  # larger than one that is kept
+            with self._lock:
+                self._write_all()
+                self._enter(batch)
 
-    def _hand_over(self) -> None:
-        if self.on_full is None or not self._batch:
-            self.write()
-            return
+    def _hand_over(self) -> _Batch:
+        """Begin another batch."""
         with self._lock:
-            self._enter_full()  # if the thread did not come to it
-            self._full, self._collected, self._nbytes = self._collected, [], 0
+            if self.on_full is None:
+                self._write_all()
+                return self._batch
+            self._enter_handed()  # if the thread did not come to it
+            self._single, self._other_single = self._other_single, self._single
+            self._batch, self._other, self._handed = self._other, self._batch, True
         self.on_full()
+        return self._batch
 
     def write_full(self) -> None:
         """Write the records that were handed over to the table. Needs no lock."""
-        if self._full:
+        if self._handed:
             with self._lock:
-                self._enter_full()
+                self._enter_handed()
 
     def write(self) -> None:
-        """Write all collected records to the table."""
-        if self._full or self._collected:
+        """Write all records to the table."""
+        if self._handed or self._batch.count:
             with self._lock:
                 self._write_all()
 
     def _write_all(self) -> None:
-        self._enter_full()
-        if notes := self._collected:
-            self._enter(some := notes.copy())
+        self._enter_handed()
+        if count := self._batch.count:
+            self._enter(self._batch)
             # Last: if this is interrupted, the next call repeats it, and that gives the same table.
-            del notes[: len(some)]
-            if not notes:
-                self._nbytes = 0
+            if self._batch.count == count:
+                self._batch.clear()
 
-    def _enter_full(self) -> None:
-        if full := self._full:
-            self._enter(full)
-            if self._full is full:
-                self._full = []
+    def _enter_handed(self) -> None:
+        if self._handed:
+            self._enter(self._other)
+            self._other.clear()
+            self._handed = False
 
-    def _enter(self, notes: list[_Note]) -> None:
-        """Write some records to the table. Call with its lock held."""
-        marks, identities, owners, words, times, tenants, mores = zip(*notes, strict=True)
-        counts = np.fromiter(map(len, marks), np.int64, len(notes))
-        names = self._mixed(np.concatenate(marks), np.concatenate(identities).view(np.uint64))
-        ticks = self._ticks(np.array(times))
-        records = np.repeat(np.array(words, np.uint64) | ticks << np.uint64(_TIME), counts)
-        if any(tenants):
-            whose, tenant = np.concatenate(owners), np.repeat(np.array(tenants, np.uint16), counts)
-            whom = np.where(whose == tenant, np.uint64(_SAME), np.uint64(_OTHER)) * ((whose > 0) & (tenant > 0))
-            records |= whom << np.uint64(_FOR)
-        late: Mask | None = None
-        if any(mores):
-            stops = np.cumsum(counts)
-            for number, more in enumerate(mores):
-                if more is None:
-                    continue
-                mine = slice(int(stops[number] - counts[number]), int(stops[number]))
-                if more.unwritten is not None:
-                    records[mine] |= more.unwritten.astype(np.uint64) << np.uint64(_UNWRITTEN)
-                if more.times is not None:
-                    late = np.zeros(len(records), np.bool_) if late is None else late
-                    late[mine] = True
-                    records[mine] &= np.uint64((1 << _TIME) - 1)
-                    records[mine] |= np.minimum(self._ticks(more.times), ticks[number]) << np.uint64(_TIME)
-        self._write(names, records, late)
+    def _enter(self, batch: _Batch) -> None:
+        """Write the records of a batch to the table. Call with its lock held."""
+        count = batch.count
+        names = self._mixed(batch.marks[:count], batch.identities[:count].copy().view(np.uint64))
+        records = self._ticks(batch.times[:count])
+        records <<= np.uint64(_TIME)
+        records |= batch.words[:count]
+        tenants = batch.tenants[:count]
+        if tenants.any():
+            owners = batch.owners[:count]
+            whom = np.where(owners == tenants, np.uint64(_SAME << _FOR), np.uint64(_OTHER << _FOR))
+            whom *= (owners > 0) & (tenants > 0)
+            records |= whom
+        late = batch.late[:count]
+        self._write(names, records, late if late.any() else None)
 
     def _ticks(self, times: npt.NDArray[np.float64]) -> Numbers:
         ticks: Numbers = np.maximum(0, (times - self.since) * _TICKS).astype(np.uint64)
