@@ -408,9 +408,18 @@ METRICS = (
     ),
     Metric(
         "kvtide_explain_bytes",
-        "Memory for records of why blocks are absent (without reserved shares), and for recent requests.",
-        lambda s, _: [(("absences",), s.absences.bytes), (("requests",), s.recent.bytes)],
+        "Memory for records of why blocks are absent (without reserved shares), recent requests, and models.",
+        lambda s, _: [
+            (("absences",), s.absences.bytes),
+            (("requests",), s.recent.bytes),
+            (("models",), s.known_models.bytes),
+        ],
         ("records",),
+    ),
+    Metric(
+        "kvtide_explain_records_total",
+        "Records made of why blocks are absent (without reserved shares). Later ones overwrite earlier ones.",
+        lambda s, _: [((), s.absences.records)],
     ),
     # sessions and clients
     Metric(

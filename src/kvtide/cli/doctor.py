@@ -66,7 +66,7 @@ def vllm(
         ),
     ] = None,
     record: _Record = None,
-    time: _Time = 120.0,
+    time: _Time = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Check vLLM with kvtide: version, flags, memory, disk, node, namespaces, and the expected gain.
@@ -131,7 +131,7 @@ def node(
         Path | None, typer.Option(metavar="FOLDER", help="On the disk for a tier that the node does not have yet.")
     ] = None,
     prefill: _Prefill = None,
-    time: _Time = 120.0,
+    time: _Time = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     file: ConfigFile = None,
 ) -> None:

@@ -181,7 +181,7 @@ class Partition:
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
             self._learning_thread = LearningThread(self._uses)
             self._running.callback(again_if_interrupted, self._learning_thread.close)
-            self.index.on_earlier_expiry = self._housekeeper.wake
+            self.index.on_earlier_expiry = self.index.absence_log.on_full = self._housekeeper.wake
             if context.key_ring is not None:
                 context.key_ring.on_gone(self._key_gone)  # last: it cannot be taken back
             undo.pop_all()
@@ -408,6 +408,7 @@ class Partition:
     def tidy(self) -> float:
         """Do one slice of housekeeping; returns the seconds until the next is due. Called by the housekeeping
         thread."""
+        self.index.absence_log.write_full()
         now = self.clock.time()
         if now >= self.index.next_expiry:
             self._expire_some(now)
