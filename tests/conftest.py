@@ -6,7 +6,9 @@ Servers of shared storage are started once, when the first test wants them.
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +29,10 @@ def pytest_report_header() -> list[str]:
 def pytest_configure() -> None:
     # Whoever is started in the background may be told to ignore interrupts, and would tell its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Images of containers often set this. Tests start hundreds of processes, and each would compile all of kvtide: the
+    # start of a node then takes twice the CPU time.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session")

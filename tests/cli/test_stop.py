@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 import signal
@@ -59,16 +60,24 @@ def test_a_node_says_what_it_serves_and_is_stopped(tmp_path: Path) -> None:
         run("stop", process.path)
 
 
-def test_a_node_that_was_told_to_stop_before_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What another thread writes to standard error. (``capsys`` loses what is written while it is read.)"""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_a_node_that_was_told_to_stop_before_is_waited_for(
+    tmp_path: Path, errors: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its socket is gone as soon as it ends, but it still writes: whoever unmounts the disk then must wait."""
     path = tmp_path / "node.sock"
     with open(beside(path, "alive"), "wb") as ending:
         fcntl.flock(ending, fcntl.LOCK_EX)
         waiting = threading.Thread(target=stop.stop, args=(str(path),))
         waiting.start()
-        said = ""
-        while f"a node at {path} is ending (0 s)\n" not in said:
-            said += capsys.readouterr().err
+        eventually(lambda: re.match(rf"a node at {path} is ending \(\d+ s\)\n", errors.getvalue()))
         assert waiting.is_alive()
         fcntl.flock(ending, fcntl.LOCK_UN)
         waiting.join(60)
@@ -93,21 +102,19 @@ def test_a_node_serves_although_nobody_can_read_what_it_says(tmp_path: Path) -> 
 
 
 def test_a_node_that_ends_slowly_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: io.StringIO
 ) -> None:
     monkeypatch.setattr(stop, "_FIRST", 0.01)
     monkeypatch.setattr(stop, "_NEXT", 0.01)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ending:
         waiting = threading.Thread(target=stop._wait, args=(Path("x"), ending.pid, os.pidfd_open(ending.pid)))
         waiting.start()
-        said = ""
-        while said.count("\n") < 2:
-            said += capsys.readouterr().err
+        eventually(lambda: errors.getvalue().count("\n") >= 2)
         assert ending.stdin is not None
         ending.stdin.close()
         waiting.join(60)
     assert not waiting.is_alive()
-    assert said.startswith(f"the node at x, process {ending.pid}, is ending (0 s)\n")
+    assert re.match(rf"the node at x, process {ending.pid}, is ending \(\d+ s\)\n", errors.getvalue())
 
 
 def test_a_process_that_is_no_node_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
