@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -60,20 +61,11 @@ def test_a_node_says_what_it_serves_and_is_stopped(tmp_path: Path) -> None:
         run("stop", process.path)
 
 
-@pytest.fixture
-def errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What another thread writes to standard error. (``capsys`` loses what is written while it is read.)"""
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream
-
-
-def test_a_node_that_was_told_to_stop_before_is_waited_for(
-    tmp_path: Path, errors: io.StringIO, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_was_told_to_stop_before_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its socket is gone as soon as it ends, but it still writes: whoever unmounts the disk then must wait."""
     path = tmp_path / "node.sock"
-    with open(beside(path, "alive"), "wb") as ending:
+    # Not by capsys: it loses what another thread writes while it is read.
+    with open(beside(path, "alive"), "wb") as ending, contextlib.redirect_stderr(io.StringIO()) as errors:
         fcntl.flock(ending, fcntl.LOCK_EX)
         waiting = threading.Thread(target=stop.stop, args=(str(path),))
         waiting.start()
@@ -101,12 +93,11 @@ def test_a_node_serves_although_nobody_can_read_what_it_says(tmp_path: Path) -> 
         process.wait(60)
 
 
-def test_a_node_that_ends_slowly_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: io.StringIO
-) -> None:
+def test_a_node_that_ends_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "_FIRST", 0.01)
     monkeypatch.setattr(stop, "_NEXT", 0.01)
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ending:
+    errors = io.StringIO()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ending, contextlib.redirect_stderr(errors):
         waiting = threading.Thread(target=stop._wait, args=(Path("x"), ending.pid, os.pidfd_open(ending.pid)))
         waiting.start()
         eventually(lambda: errors.getvalue().count("\n") >= 2)
