@@ -33,6 +33,10 @@ def pytest_configure() -> None:
     # start of a node then takes twice the CPU time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    # PyTorch computes tiny models here. Its threads wait for each other, by turning, at each operation: where other
+    # processes use the cores too, two of them take twice the CPU time of one. (vLLM has threads of its own settings.)
+    if not _VLLM:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
