@@ -84,8 +84,13 @@ def test_a_node_serves_although_nobody_can_read_what_it_says(tmp_path: Path) -> 
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "kvtide", "node", "--socket", str(path)]
         process = subprocess.Popen(command, stderr=full, env=environment)
+
+    def serves() -> bool:
+        with socket.socket(socket.AF_UNIX) as sock:
+            return sock.connect_ex(str(path)) == 0
+
     try:
-        eventually(lambda: path.exists() or process.poll() is not None)
+        eventually(lambda: serves() or process.poll() is not None)
         with Client(path) as client:
             assert client.connected
     finally:
