@@ -38,7 +38,8 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics once as JSON, for programs.")] = False,
     every: Annotated[
-        float, typer.Option(metavar="TIME", parser=seconds, help="Time between frames, at least 100ms.")
+        float,
+        typer.Option(metavar="TIME", parser=seconds, show_default="1s", help="Time between frames, at least 100ms."),
     ] = 1.0,
     file: ConfigFile = None,
 ) -> None:
