@@ -1,0 +1,128 @@
+"""What is beside nodes that lie: a server with blocks of two tenants, and an honest node that is served meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtide.block import BlockKey
+from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.testing.blocks import Bytes, aligned, identity
+from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, data, held, prompt, stripped, until
+from kvtide.tiers.peers.greeting import ask_in
+from kvtide.tiers.peers.link import PeerLink, WantedBlock
+from kvtide.tiers.peers.protocol import Presence, RequestCredit
+from kvtide.tiers.peers.tcp import Tcp
+from kvtide.tiers.peers.trust import PeerTrust
+from kvtide.tiers.peers.watchdog import Watchdog
+from tests.peers.nodes import Stores
+
+TOKENS = prompt(1, 2, 3, 4)
+GEOMETRY = PLAIN.geometry["full"]
+RIGHT = data(PLAIN, TOKENS)
+OTHERS_RIGHT = data(PLAIN, TOKENS, of="another tenant")
+WHO = identity(PLAIN, weights="given:contract")
+OTHER = identity(PLAIN, weights="given:contract", tenant=OTHER_TENANT)
+NAMES = [bytes(digest) for digest in MODEL.namer(DEFAULT_TENANT).chain(TOKENS).digests]
+OTHER_NAMES = [bytes(digest) for digest in MODEL.namer(OTHER_TENANT).chain(TOKENS).digests]
+STORED: dict[tuple[int, bytes], Bytes] = {
+    **{(WHO.fingerprint, name): block for name, block in zip(NAMES, RIGHT, strict=True)},
+    **{(OTHER.fingerprint, name): block for name, block in zip(OTHER_NAMES, OTHERS_RIGHT, strict=True)},
+}
+CREDIT = RequestCredit()
+
+
+class Faults(logging.Handler):
+    """Exceptions that kvtide has logged: each is a fault of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(record)
+
+    def check(self) -> None:
+        assert not self.found, self.found[0].getMessage() + str(self.found[0].exc_info)
+
+
+class Honest:
+    """A node that asks correctly, on a connection that it keeps."""
+
+    def __init__(self, address: str, trust: PeerTrust) -> None:
+        self._watchdog = Watchdog(10.0)
+        self._link = PeerLink(address, trust, 10.0, self._watchdog, b"")
+        self._spans = [(aligned(4096), aligned(GEOMETRY.footprint)) for _ in NAMES]
+
+    def reads_everything(self) -> None:
+        keys = [BlockKey(name + WHO.group) for name in NAMES]
+        assert self._link.locate(WHO, keys).presence.tolist() == [Presence.HIT] * len(keys)
+        wanted = [WantedBlock(key, None, *spans) for key, spans in zip(keys, self._spans, strict=True)]
+        assert self._link.read(WHO, wanted) == [Presence.HIT] * len(keys)
+        for (_, payload), right in zip(self._spans, RIGHT, strict=True):
+            assert np.array_equal(stripped(PLAIN, payload), right)
+
+    def close(self) -> None:
+        self._link.close()
+        self._watchdog.close()
+
+
+class World:
+    """A server with blocks of two tenants, an honest node, and what is counted."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.faults = Faults()
+        logging.getLogger("kvtide").addHandler(self.faults)
+        stack.callback(logging.getLogger("kvtide").removeHandler, self.faults)
+        self.stores = stack.enter_context(Stores(folder, timeout=1.0))
+        self.store, self.server = self.stores.serving()
+        for tenant, of in ((DEFAULT_TENANT, ""), (OTHER_TENANT, "another tenant")):
+            session = stack.enter_context(self.store.session(MODEL, tenant))
+            session.store(TOKENS, data(PLAIN, TOKENS, of=of))
+        self.trust = PeerTrust(self.store.config.peers, self.store.config.security)
+        self.honest = stack.enter_context(closing(Honest(self.server.address, self.trust)))
+        self.honest.reads_everything()
+        self.connections = self.server.statistics().connections
+
+    def closed(self) -> Counter[str]:
+        return Counter(self.server.statistics().closed)
+
+    def check(self) -> None:
+        self.honest.reads_everything()
+        until(lambda: self.server.statistics().connections == self.connections)
+        until(lambda: self.server.statistics().bytes_held == 0)
+        self.faults.check()
+
+    def greeted(self) -> socket.socket:
+        """A connection of a node that knows the secret, which may say what it likes."""
+        connection: Any = Tcp().connect(self.server.address, 30)
+        ask_in(connection, self.trust.secret())
+        sock: socket.socket = connection._sock
+        sock.settimeout(30)
+        return sock
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[World]:
+    with ExitStack() as stack:
+        world = World(folder, stack)
+        yield world
+        world.check()
+        assert held(world.store) == 0
+
+
+def exactly(sock: socket.socket, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes:
+        if not (some := sock.recv(nbytes - len(found))):
+            raise ConnectionResetError("closed")
+        found += some
+    return found
