@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from kvtide.block import BlockKey
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.testing.blocks import Bytes, aligned, identity
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, data, held, prompt, stripped, until
+from kvtide.tiers.base import FoundBlock, Read, ReadResult
 from kvtide.tiers.peers.greeting import ask_in
 from kvtide.tiers.peers.link import PeerLink, WantedBlock
 from kvtide.tiers.peers.protocol import Presence, RequestCredit
 from kvtide.tiers.peers.tcp import Tcp
+from kvtide.tiers.peers.tier import PeerTier
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from tests.peers.nodes import Stores
@@ -108,6 +112,56 @@ class World:
         sock: socket.socket = connection._sock
         sock.settimeout(30)
         return sock
+
+
+class Reader:
+    """A tier that reads from an address, in one request, and what it reads into: memory with a known pattern on both
+    sides."""
+
+    GUARD = 4096
+
+    def __init__(self, world: World, address: str, timeout: float = 1.0) -> None:
+        self.tier = PeerTier(address, world.trust, connections=1, timeout=timeout)
+        self.whole = [aligned(GEOMETRY.footprint + 2 * self.GUARD) for _ in NAMES]
+        for span in self.whole:
+            np.frombuffer(span, np.uint8)[:] = 0xA5
+        self._inside = slice(self.GUARD, self.GUARD + GEOMETRY.footprint)
+        self.keys = [BlockKey(name + WHO.group) for name in NAMES]
+
+    def find(self) -> list[FoundBlock | None]:
+        found: list[Sequence[FoundBlock | None]] = []
+        over = threading.Event()
+        self.tier.find([(key, WHO) for key in self.keys], lambda result: (found.append(result), over.set()))  # type: ignore[func-returns-value]
+        assert over.wait(60), "it hangs"
+        (blocks,) = found
+        assert len(blocks) == len(self.keys)
+        for block in blocks:
+            assert block is None or not math.isnan(block.expiry)
+        return list(blocks)
+
+    def start(self) -> Callable[[], list[ReadResult]]:
+        """Start a read of all blocks; the function waits for it and checks it."""
+        results: list[Sequence[ReadResult]] = []
+        over = threading.Event()
+        spans = [span[self._inside] for span in self.whole]
+        batch = [Read(key, WHO, 0, span) for key, span in zip(self.keys, spans, strict=True)]
+        self.tier.read(batch, lambda result: (results.append(result), over.set()))  # type: ignore[func-returns-value]
+
+        def end() -> list[ReadResult]:
+            assert over.wait(60), "it hangs"
+            (result,) = results
+            for good, span, right in zip(result, spans, RIGHT, strict=True):
+                assert not good or np.array_equal(stripped(PLAIN, span), right), "a wrong byte"
+            for span in self.whole:
+                outside = np.frombuffer(span, np.uint8)
+                assert (outside[: self.GUARD] == 0xA5).all(), "written before the span"
+                assert (outside[-self.GUARD :] == 0xA5).all(), "written behind the span"
+            return list(result)
+
+        return end
+
+    def close(self) -> None:
+        self.tier.close()
 
 
 @contextmanager

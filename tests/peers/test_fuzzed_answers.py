@@ -13,22 +13,18 @@ from contextlib import ExitStack, closing, suppress
 from random import Random
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.block import DIGEST, BlockKey
-from kvtide.testing.blocks import aligned
-from kvtide.testing.interface import MODEL, PLAIN, data, held, length, prompt, stripped, until
-from kvtide.tiers.base import FoundBlock, Read, ReadResult
+from kvtide.block import DIGEST
+from kvtide.testing.interface import MODEL, PLAIN, data, held, length, prompt, until
 from kvtide.tiers.peers import protocol as p
 from kvtide.tiers.peers.greeting import let_in, received
 from kvtide.tiers.peers.protocol import Operation, Presence
 from kvtide.tiers.peers.tcp import Tcp
-from kvtide.tiers.peers.tier import PeerTier
 from tests.node import host
-from tests.peers.fuzzed import CREDIT, GEOMETRY, NAMES, OTHER, OTHER_NAMES, RIGHT, WHO, World, exactly, opened
+from tests.peers.fuzzed import CREDIT, GEOMETRY, NAMES, OTHER, OTHER_NAMES, WHO, Reader, World, exactly, opened
 
 
 @pytest.fixture(scope="module")
@@ -244,55 +240,6 @@ class _Lying:
 
     def send(self, parts: Sequence[bytes]) -> None:
         self._connection.send([self._change(b"".join(parts))])
-
-
-class Reader:
-    """A tier that reads from an address, and what it reads into: memory with a known pattern on both sides."""
-
-    GUARD = 4096
-
-    def __init__(self, world: World, address: str, timeout: float = 1.0) -> None:
-        self.tier = PeerTier(address, world.trust, timeout=timeout)
-        self.whole = [aligned(GEOMETRY.footprint + 2 * self.GUARD) for _ in NAMES]
-        for span in self.whole:
-            np.frombuffer(span, np.uint8)[:] = 0xA5
-        self._inside = slice(self.GUARD, self.GUARD + GEOMETRY.footprint)
-        self.keys = [BlockKey(name + WHO.group) for name in NAMES]
-
-    def find(self) -> list[FoundBlock | None]:
-        found: list[Sequence[FoundBlock | None]] = []
-        over = threading.Event()
-        self.tier.find([(key, WHO) for key in self.keys], lambda result: (found.append(result), over.set()))  # type: ignore[func-returns-value]
-        assert over.wait(60), "it hangs"
-        (blocks,) = found
-        assert len(blocks) == len(self.keys)
-        for block in blocks:
-            assert block is None or not math.isnan(block.expiry)
-        return list(blocks)
-
-    def start(self) -> Callable[[], list[ReadResult]]:
-        """Start a read of all blocks; the function waits for it and checks it."""
-        results: list[Sequence[ReadResult]] = []
-        over = threading.Event()
-        spans = [span[self._inside] for span in self.whole]
-        batch = [Read(key, WHO, 0, span) for key, span in zip(self.keys, spans, strict=True)]
-        self.tier.read(batch, lambda result: (results.append(result), over.set()))  # type: ignore[func-returns-value]
-
-        def end() -> list[ReadResult]:
-            assert over.wait(60), "it hangs"
-            (result,) = results
-            for good, span, right in zip(result, spans, RIGHT, strict=True):
-                assert not good or np.array_equal(stripped(PLAIN, span), right), "a wrong byte"
-            for span in self.whole:
-                outside = np.frombuffer(span, np.uint8)
-                assert (outside[: self.GUARD] == 0xA5).all(), "written before the span"
-                assert (outside[-self.GUARD :] == 0xA5).all(), "written behind the span"
-            return list(result)
-
-        return end
-
-    def close(self) -> None:
-        self.tier.close()
 
 
 def lied_to(world: World, lie: Lie) -> None:
