@@ -3,7 +3,7 @@ happens to the network.
 
 How the nodes find each other is a dictionary of settings (``peers``): by default each has the list of all addresses.
 
-A node that is not measured, because a test has just killed or stopped it, still answers no prompt wrongly."""
+How long a prompt takes is checked at nodes that run. At one that a test has stopped or killed, only its bytes are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.node.serving import Process
 from tests.peers.network import Network
 from tests.peers.nodes import token
 
-__all__ = ["HANGS", "Asked", "Cluster", "Load", "Member", "blocks_of", "compare"]
+__all__ = ["HANGS", "PORT", "Asked", "Cluster", "Load", "Member", "blocks_of", "compare"]
 
 MIB = 1 << 20
 PORT = 9411
@@ -124,15 +124,21 @@ class Member(Process):
 
 
 class Cluster:
-    """A node on each host of a network. ``peers`` is how they find each other, ``settings`` are of every node, both by
-    their names in ``[peers]`` and in the environment."""
+    """A node on each of these hosts of a network, which may have others. ``peers`` is how they find each other, by the
+    names of settings in ``[peers]``, where {name} stands for the node's own name, and {host} for a host's address.
+    ``settings`` are for every node, as in the environment."""
 
     def __init__(
-        self, folder: Path, stack: ExitStack, *names: str, peers: Mapping[str, str] | None = None, **settings: str
+        self,
+        folder: Path,
+        stack: ExitStack,
+        network: Network,
+        *names: str,
+        peers: Mapping[str, str] | None = None,
+        **settings: str,
     ) -> None:
-        self.network = Network(*names)
-        stack.callback(self.network.close)
-        where = {name: f"{address}:{PORT}" for name, address in self.network.addresses.items()}
+        self.network = network
+        where = {name: f"{network.addresses[name]}:{PORT}" for name in names}
         if peers is None:
             peers = {"addresses": " ".join(where.values())}
         if "certificate" not in peers:
@@ -144,7 +150,10 @@ class Cluster:
         for name in names:
             mine = {"timeout": f"{TIMEOUT}s", "listen": where[name], **peers}
             given = {"KVTIDE_NVME_STORE": "through", **settings}
-            given |= {f"KVTIDE_PEERS_{key.upper()}": value.replace("{name}", name) for key, value in mine.items()}
+            for key, value in mine.items():
+                for word, stands_for in (("name", name), *network.addresses.items()):
+                    value = value.replace(f"{{{word}}}", stands_for)
+                given[f"KVTIDE_PEERS_{key.upper()}"] = value
             member = self.members[name] = Member(name, folder / name, self.network.enter(name), given)
             stack.callback(member.kill)
         for name, member in self.members.items():

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from tests.peers.nodes import Stores
 
+T = TypeVar("T")
 TOKENS = prompt(1, 2, 3, 4)
 GEOMETRY = PLAIN.geometry["full"]
 RIGHT = data(PLAIN, TOKENS)
@@ -114,6 +115,23 @@ class World:
         return sock
 
 
+class _Done(Generic[T]):
+    """What a tier calls when it has done a batch."""
+
+    def __init__(self) -> None:
+        self._results: list[T] = []
+        self._called = threading.Event()
+
+    def __call__(self, result: T) -> None:
+        self._results.append(result)
+        self._called.set()
+
+    def wait(self) -> T:
+        assert self._called.wait(60), "it hangs"
+        (result,) = self._results
+        return result
+
+
 class Reader:
     """A tier that reads from an address, in one request, and what it reads into: memory with a known pattern on both
     sides."""
@@ -129,27 +147,22 @@ class Reader:
         self.keys = [BlockKey(name + WHO.group) for name in NAMES]
 
     def find(self) -> list[FoundBlock | None]:
-        found: list[Sequence[FoundBlock | None]] = []
-        over = threading.Event()
-        self.tier.find([(key, WHO) for key in self.keys], lambda result: (found.append(result), over.set()))  # type: ignore[func-returns-value]
-        assert over.wait(60), "it hangs"
-        (blocks,) = found
-        assert len(blocks) == len(self.keys)
-        for block in blocks:
+        done: _Done[Sequence[FoundBlock | None]] = _Done()
+        self.tier.find([(key, WHO) for key in self.keys], done)
+        found = done.wait()
+        assert len(found) == len(self.keys)
+        for block in found:
             assert block is None or not math.isnan(block.expiry)
-        return list(blocks)
+        return list(found)
 
     def start(self) -> Callable[[], list[ReadResult]]:
         """Start a read of all blocks; the function waits for it and checks it."""
-        results: list[Sequence[ReadResult]] = []
-        over = threading.Event()
+        done: _Done[Sequence[ReadResult]] = _Done()
         spans = [span[self._inside] for span in self.whole]
-        batch = [Read(key, WHO, 0, span) for key, span in zip(self.keys, spans, strict=True)]
-        self.tier.read(batch, lambda result: (results.append(result), over.set()))  # type: ignore[func-returns-value]
+        self.tier.read([Read(key, WHO, 0, span) for key, span in zip(self.keys, spans, strict=True)], done)
 
         def end() -> list[ReadResult]:
-            assert over.wait(60), "it hangs"
-            (result,) = results
+            result = done.wait()
             for good, span, right in zip(result, spans, RIGHT, strict=True):
                 assert not good or np.array_equal(stripped(PLAIN, span), right), "a wrong byte"
             for span in self.whole:

@@ -109,9 +109,10 @@ class LyingServer:
     def _serve(self, connection: Any) -> None:
         with suppress(OSError), closing(self._world.greeted()) as true:
             if self._lie.where == 0:
-                let_in(_Lying(connection, self._welcome), self._world.trust.secret(), CREDIT, os.urandom(16))
+                greeted: Any = _Lying(connection, self._welcome)
             else:
-                let_in(connection, self._world.trust.secret(), CREDIT, os.urandom(16))
+                greeted = connection
+            let_in(greeted, self._world.trust.secret(), CREDIT, os.urandom(16))
             last: list[bytes] = []
             while True:
                 head = bytes(received(connection, p.REQUEST.size))

@@ -37,7 +37,7 @@ class Ask(NamedTuple):
 
     operation: int
     zero: int
-    count: int | None
+    number_of_items: int | None
     size: int | None
     step: int
     """By how much its number is greater than the last one."""
@@ -59,7 +59,7 @@ class Ask(NamedTuple):
         """Its number, and the message."""
         body = self.body()
         number = (last + self.step) % 2**64
-        count = len(self.items) if self.count is None else self.count
+        count = len(self.items) if self.number_of_items is None else self.number_of_items
         size = len(body) if self.size is None else self.size
         return number, p.REQUEST.pack(self.operation, self.zero, count, size, number) + body
 
@@ -157,7 +157,7 @@ def asks(draw: st.DrawFn) -> Ask:
     if lie == 1:
         return ask._replace(zero=draw(u8))
     if lie == 2:
-        return ask._replace(count=draw(u16))
+        return ask._replace(number_of_items=draw(u16))
     if lie == 3:
         return ask._replace(size=draw(u32))
     if lie == 4:

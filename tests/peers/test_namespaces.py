@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -16,9 +18,11 @@ from typing import NamedTuple
 import pytest
 
 from kvtide.testing.interface import SIZE
+from tests.node import host
 from tests.node.certificates import Authority
-from tests.peers.cluster import Cluster
-from tests.peers.network import missing
+from tests.node.serving import eventually
+from tests.peers.cluster import PORT, Cluster
+from tests.peers.network import Network, missing
 
 NAMES = "a", "b", "c"
 
@@ -28,7 +32,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if reason := missing():
         pytest.skip(f"there can be no network namespaces here: {reason}")
     with ExitStack() as stack:
-        yield Cluster(tmp_path_factory.mktemp("cluster"), stack, *NAMES)
+        network = stack.enter_context(closing(Network(*NAMES)))
+        yield Cluster(tmp_path_factory.mktemp("cluster"), stack, network, *NAMES)
 
 
 @pytest.fixture
@@ -103,6 +108,24 @@ def test_two_nodes_that_do_not_reach_each_other_share_by_the_third(cluster: Clus
     assert cluster.ask("a", path) == SIZE * len(path)
 
 
+def test_nothing_is_left_of_a_network_whoever_made_it_was_killed() -> None:
+    """The processes that hold the namespaces end, and so do those that run in them."""
+    if reason := missing():
+        pytest.skip(f"there can be no network namespaces here: {reason}")
+    mark = f"TEST_RUN=network of {os.getpid()}"
+    command = (
+        "import subprocess, time; from tests.peers.network import Network; network = Network('a', 'b');"
+        "subprocess.Popen([*network.enter('a'), 'sleep', '600']); print('ready', flush=True); time.sleep(600)"
+    )
+    environment = os.environ | dict([mark.split("=")])
+    with subprocess.Popen([sys.executable, "-c", command], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert len(host.alive(mark)) == 5, "it, three namespaces, and one that runs in one of them"
+        process.kill()
+    eventually(lambda: not host.alive(mark))
+
+
 # -- a long random schedule -------------------------------------------------------------------------------------
 
 SECONDS = float(os.environ.get("KVTIDE_TEST_SECONDS", "150"))
@@ -124,6 +147,7 @@ def test_a_random_schedule_of_faults(tmp_path: Path, tls: bool) -> None:
         certificates = [authority.issue(f"host-{name}") for name in NAMES]
         assert certificates[0] == tmp_path / "host-a.pem"
         peers = {
+            "addresses": " ".join(f"{{{name}}}:{PORT}" for name in NAMES),
             "certificate": str(tmp_path / "host-{name}.pem"),
             "authority": str(authority.file),
             "names": " ".join(f"host-{name}" for name in NAMES),
@@ -131,7 +155,8 @@ def test_a_random_schedule_of_faults(tmp_path: Path, tls: bool) -> None:
     small = {"KVTIDE_DRAM_BUDGET": "4MiB", "KVTIDE_NVME_BUDGET": "16MiB", "KVTIDE_NVME_SEGMENT": "4MiB"}
     end = time.monotonic() + SECONDS
     with ExitStack() as stack:
-        cluster = Cluster(tmp_path, stack, *NAMES, peers=peers or None, **small)
+        network = stack.enter_context(closing(Network(*NAMES)))
+        cluster = Cluster(tmp_path, stack, network, *NAMES, peers=peers or None, **small)
         rounds = 0
         while time.monotonic() < end:
             with cluster.load(random.randrange(1 << 30)) as load:
