@@ -25,6 +25,8 @@ from tests.peers.cluster import PORT, Cluster
 from tests.peers.network import Network, missing
 
 NAMES = "a", "b", "c"
+_ESTABLISHED = "01"
+"""In /proc/net/tcp."""
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,26 @@ def test_nothing_is_left_of_a_network_whoever_made_it_was_killed() -> None:
         assert len(host.alive(mark)) == 5, "it, three namespaces, and one that runs in one of them"
         process.kill()
     eventually(lambda: not host.alive(mark))
+
+
+@pytest.mark.long
+def test_connections_of_a_host_that_vanished_are_given_up(cluster: Cluster) -> None:
+    """Nothing arrives that would end them: the host lost its power. An address may have so many connections, and a host
+    that comes and goes would be kept out in the end."""
+    ours = cluster.members["a"].process.pid
+    where = cluster.network.addresses["c"]
+    assert connected(ours, where)
+    cluster.network.lose("c")
+    cluster.members["c"].kill()
+    cluster.until(lambda: not connected(ours, where), "no connection to it or from it")
+    assert cluster.ask("b", cluster.computed("a"))
+
+
+def connected(pid: int, address: str) -> int:
+    """Connections, on the host of a process, to an address and from it, which the kernel believes in."""
+    backwards = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return sum(line[2].startswith(backwards) and line[3] == _ESTABLISHED for line in lines)
 
 
 # -- a long random schedule -------------------------------------------------------------------------------------
