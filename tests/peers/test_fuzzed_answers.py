@@ -244,7 +244,7 @@ class _Lying:
 
 
 def lied_to(world: World, lie: Lie) -> None:
-    with closing(LyingServer(world, lie)) as server, closing(Reader(world, server.address)) as reader:
+    with closing(LyingServer(world, lie)) as server, closing(Reader(world.trust, server.address)) as reader:
         found = reader.find()
         results = reader.start()()
         counted = reader.tier.statistics()
@@ -286,7 +286,7 @@ def test_an_answer_that_stops_anywhere_costs_one_deadline(world: World) -> None:
         for at in range(borders):
             lie = Lie(Operation.READ, "truncated", at, 0, 1 << 20)
             server = stack.enter_context(closing(LyingServer(world, lie, hang=True)))
-            ends.append(stack.enter_context(closing(Reader(world, server.address, timeout=0.5))).start())
+            ends.append(stack.enter_context(closing(Reader(world.trust, server.address, timeout=0.5))).start())
         for end in ends:
             assert not any(end())
     world.faults.check()

@@ -231,7 +231,7 @@ def talk(world: World, conversation: Conversation) -> None:
         assert list(world.closed() - before) in [[one.value] for one in wrong]
     until(lambda: world.server.statistics().connections == world.connections)
     assert (world.closed() - before).total() == bool(wrong)
-    world.honest.reads_everything()
+    world.check_honest()
     world.faults.check()
 
 
@@ -274,7 +274,7 @@ def test_a_message_that_stops_anywhere_costs_one_deadline(world: World) -> None:
             count += 1
         until(lambda: (world.closed() - before).total() >= count)
         assert world.closed() - before == Counter({Violation.SLOW.value: count})
-        world.honest.reads_everything()
+        world.check_honest()
 
 
 def test_who_never_reads_its_answers_holds_a_bounded_part(world: World) -> None:

@@ -58,14 +58,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_the_borders_are_where_they_are_said_to_be(world: World) -> None:
-    with closing(Proxy(world.server.address)) as proxy, closing(Reader(world, proxy.address, 30.0)) as reader:
+    with closing(Proxy(world.server.address)) as proxy, closing(Reader(world.trust, proxy.address, 30.0)) as reader:
         assert all(reader.find())
         assert all(reader.start()())
         assert (proxy.passed, proxy.asked) == (sum(SERVER), sum(ASKER))
 
 
 def harmed(world: World, harm: Harm) -> None:
-    with closing(Proxy(world.server.address)) as proxy, closing(Reader(world, proxy.address, 0.4)) as reader:
+    with closing(Proxy(world.server.address)) as proxy, closing(Reader(world.trust, proxy.address, 0.4)) as reader:
         proxy.harm(harm.place, harm.then, of=harm.of)
         reader.find()
         if not all(reader.start()()):
@@ -90,7 +90,7 @@ def test_harm_at_all_borders(world: World) -> None:
 
 def test_bytes_that_drip_are_late_and_not_waited_for(world: World) -> None:
     """Something arrives all the time, in either direction: the deadline is of the whole request."""
-    with closing(Proxy(world.server.address)) as proxy, closing(Reader(world, proxy.address, 0.4)) as reader:
+    with closing(Proxy(world.server.address)) as proxy, closing(Reader(world.trust, proxy.address, 0.4)) as reader:
         proxy.slow(7, 0.02)
         assert not any(reader.find())
         assert not any(reader.start()())
