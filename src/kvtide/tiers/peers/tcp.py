@@ -117,6 +117,15 @@ class _Connection:
                 raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
             left = _after(left, count)
 
+    def ended(self) -> bool:
+        try:
+            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
