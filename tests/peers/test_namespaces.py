@@ -150,8 +150,8 @@ def connected(pid: int, address: str) -> int:
 
 # -- a long random schedule -------------------------------------------------------------------------------------
 
-SECONDS = float(os.environ.get("KVTIDE_TEST_SECONDS", "150"))
-SEED = int(os.environ.get("KVTIDE_TEST_SEED", time.time_ns() % 1_000_000))
+SECONDS = float(os.environ.get("TEST_SECONDS", "150"))
+SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 1_000_000))
 
 
 @pytest.mark.long
@@ -162,7 +162,7 @@ def test_a_random_schedule_of_faults(tmp_path: Path, tls: bool) -> None:
     the time; and again and again a moment of peace, in which everything must recover."""
     if reason := missing():
         pytest.skip(f"there can be no network namespaces here: {reason}")
-    print(f"KVTIDE_TEST_SEED={SEED}")  # pytest shows it if the test fails
+    print(f"TEST_SEED={SEED}")  # pytest shows it if the test fails
     random, peers = Random(SEED), {}
     if tls:
         authority = Authority(tmp_path)
