@@ -21,7 +21,7 @@ from kvtide.testing.interface import SIZE
 from tests.node import host
 from tests.node.certificates import Authority
 from tests.node.serving import eventually
-from tests.peers.cluster import PORT, Cluster
+from tests.peers.hosts import PORT, Cluster
 from tests.peers.network import Network, missing
 
 NAMES = "a", "b", "c"
