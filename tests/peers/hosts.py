@@ -128,6 +128,9 @@ class Cluster:
     names of settings in ``[peers]``, where {name} stands for the node's own name, and {host} for a host's address.
     ``settings`` are for every node, as in the environment."""
 
+    pooled = 0
+    """Sockets of connections that a node keeps for later, if it had to make them."""
+
     def __init__(
         self,
         folder: Path,
@@ -171,7 +174,8 @@ class Cluster:
 
     def computed(self, name: str) -> tuple[int, ...]:
         """A fresh prompt that is computed and stored at a node, on its disk too."""
-        path = self.fresh()
+        path, client = self.fresh(), self.clients[name]
+        self.until(lambda: client.connected and not client.slow, f"{name} is there")
         done = self.sessions[name].store(prompt(*path), blocks_of(path))
         assert done.stored == len(path)
         assert self.clients[name].flush(60).complete
@@ -258,8 +262,21 @@ class Cluster:
             assert client.flush(60)
             self.until(lambda c=client: c.statistics().held == 0, f"nothing is leased at {name}")  # type: ignore[misc]
             self.until(lambda n=name: self.serving(n).bytes_held == 0, f"nothing is held by {name}")  # type: ignore[misc]
-            usual = self._usual[name]
-            self.until(lambda m=member, u=usual: not m.resources() - u, f"{name} has no more than it had")  # type: ignore[misc]
+            self._until_usual(member)
+
+    def _until_usual(self, member: Member) -> None:
+        usual, more = self._usual[member.name], Counter[str]()
+
+        def has_no_more() -> bool:
+            nonlocal more
+            more = member.resources() - usual
+            return not more - Counter(socket=self.pooled)
+
+        try:
+            self.until(has_no_more, f"{member.name} has no more than it had")
+        except AssertionError as e:
+            e.add_note(f"it has {dict(more)} more")
+            raise
 
     def mend(self) -> None:
         """End all faults."""
