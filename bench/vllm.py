@@ -1,12 +1,15 @@
 """What kvtide does for a real vLLM on this machine's processor: beside the same engine without it.
 
-``.venv-vllm/bin/python -m bench.vllm [overhead] [first-token] [turns] [probe]``; records go to ``bench/results``.
+``.venv-vllm/bin/python -m bench.vllm [overhead] [first-token] [peer] [turns] [probe]``; records go to
+``bench/results``.
 
 - *overhead*: requests with nothing to reuse, in pairs, one to an engine with kvtide and one to an engine without, in
   turn. Whoever comes first in a pair pays for having idled, so two pairs in both orders are one measurement. Wall time,
   and CPU time of all the engine's processes and, with kvtide, of the node. What counts is the upper end of the 95 %
   interval of the mean of the ratios.
 - *first-token*: a prompt of 4,096 tokens: cold, from DRAM, and from the disk after engine and node were restarted.
+- *peer*: such a prompt that an engine at another node has computed: read from that node's memory over TCP on loopback,
+  beside the same prompt from DRAM and a prompt that is computed, in turn.
 - *turns*: ten conversations of six turns, one turn of each after the other, where the engine has room for two.
 - *probe*: can a tenant tell by the time to the first token that another has cached a prompt? See benchmarks/probe.py.
   With a small model, whose answers come sooner and differ less in time, so that less is seen by chance.
@@ -33,10 +36,12 @@ import numpy as np
 from kvtide.benchmarks.probe import NOBODY, OTHER, OWN, verdicts
 from kvtide.benchmarks.record import BenchRecord, figure, machine
 from kvtide.node.client.client import Client
+from kvtide.testing.servers import free_ports
 from tests.engines.vllm.checkpoints import checkpoint, random_llama
 from tests.engines.vllm.engines import Engine, engine
-from tests.engines.vllm.kept import READING, ask, joined
+from tests.engines.vllm.kept import READING, ask, at_rest, joined
 from tests.node.serving import Process, eventually
+from tests.peers.nodes import token
 
 RESULTS = Path(__file__).parent / "results"
 _PAIRS = 32
@@ -67,10 +72,10 @@ def _cpu(*leaders: int) -> float:
 class _Node(Process):
     """A node with a disk, in a process of its own."""
 
-    def __init__(self, folder: Path, dram: str) -> None:
+    def __init__(self, folder: Path, dram: str, **more: str) -> None:
         settings = {"KVTIDE_DRAM_BUDGET": dram, "KVTIDE_DRAM_SEGMENT": "256MiB", "KVTIDE_DRAM_PREFAULT": "true"}
         settings |= {"KVTIDE_NVME_BUDGET": "4GiB", "KVTIDE_NVME_SEGMENT": "256MiB", "KVTIDE_NVME_STORE": "through"}
-        super().__init__(folder, **settings)
+        super().__init__(folder, **settings, **more)
 
     @property
     def connector(self) -> dict[str, Any]:
@@ -91,8 +96,8 @@ class _Node(Process):
 
 
 @contextmanager
-def _node(folder: Path, dram: str = "3GiB") -> Iterator[_Node]:
-    node = _Node(folder, dram)
+def _node(folder: Path, dram: str = "3GiB", **more: str) -> Iterator[_Node]:
+    node = _Node(folder, dram, **more)
     try:
         yield node
     finally:
@@ -182,6 +187,52 @@ def _hit(running: Engine, prompt: Sequence[int]) -> float:
     return wall
 
 
+def peer(folder: Path) -> Iterator[BenchRecord]:
+    """A long prompt that an engine at another node has computed."""
+    cold, far, dram = [], [], []
+    prompts = [_prompt(f"far {i}", _LONG) for i in range(5)]
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    secret = {"KVTIDE_PEERS_TOKEN_FILE": token(folder)}
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+    with (
+        _node(folder / "one", "2GiB", KVTIDE_PEERS_LISTEN=address, **secret) as one,
+        _node(folder / "two", "2GiB", KVTIDE_PEERS_ADDRESSES=address, **secret) as two,
+    ):
+        with engine(checkpoint(), folder / "one.log", one.connector, max_model_len=4608) as running:
+            with Client(one.path) as client:
+                for i, prompt in enumerate(prompts, 1):
+                    # A worker that is late drops blocks; then the rest is computed again.
+                    while client.statistics().counts.get("blocks stored", 0) < i * _LONG // 256:
+                        running.reset_prefix_cache()
+                        running.complete(prompt, 1)
+                        at_rest(client)
+            _say(f"{len(prompts)} prompts are computed at the first node")
+        with engine(checkpoint(), folder / "two.log", two.connector, max_model_len=4608) as running:
+            with Client(two.path) as client:
+                joined(client)
+            for i, prompt in enumerate(prompts):
+                cold.append(_timed(running, _prompt(f"near {i}", _LONG))[0])
+                far.append(_hit(running, prompt))
+                running.reset_prefix_cache()
+                dram.append(_hit(running, prompt))
+                _say(f"cold {cold[-1]:.2f} s, from the other node {far[-1]:.3f} s, from DRAM {dram[-1]:.3f} s")
+            with Client(two.path) as client:
+                read = client.statistics().tiers[f"peer {address}"].bytes_read
+        assert read >= len(prompts) * (_LONG // 256 - 1) * 256 * 23_040, "they did not come from the other node"
+    of_dram = statistics.median(a / b for a, b in zip(far, dram, strict=True))
+    yield figure(
+        "vllm-first-token-peer",
+        "of cold",
+        [f / statistics.median(cold) for f in far],
+        better="lower",
+        bar=1.0,
+        command=f"{_COMMAND} peer",
+        note=f"{_LONG:,} tokens from the memory of another node, over TCP on loopback; cold "
+        f"{statistics.median(cold):.2f} s; {of_dram:.1f} x a hit in DRAM",
+    )
+
+
 def turns(folder: Path) -> Iterator[BenchRecord]:
     """Conversations that take turns in an engine with room for two of them."""
     blocks = 2 * -(-_TURNS * _TURN // 128) + 2
@@ -251,12 +302,15 @@ def _say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.vllm", description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help="overhead, first-token, turns, probe; by default all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="overhead, first-token, peer, turns, probe; by default all"
+    )
     parser.add_argument("--probes", type=int, default=200, metavar="N", help="prompts of each kind that are probed")
     given = parser.parse_args()
     parts: dict[str, Callable[[Path], Iterator[BenchRecord]]] = {
         "overhead": overhead,
         "first-token": first_token,
+        "peer": peer,
         "turns": turns,
         "probe": partial(probe, count=given.probes),
     }

@@ -78,11 +78,41 @@ class Stores:
         return self._stack.enter_context(contextlib.closing(Proxy(server.address)))
 
 
-class Proxy:
-    """Passes bytes between askers and one server, and changes what the server says.
+class _Way:
+    """The bytes in one direction, on all connections together, and what happens to them. Thread-safe."""
 
-    ``allowed`` bytes of the server pass, on all connections together; then ``then`` happens: "pass" on, "cut" the
-    connection, "freeze" (nothing more comes, and the connection stays), or "flip" one bit and pass on.
+    def __init__(self) -> None:
+        self.passed = 0
+        self.allowed = 1 << 60
+        self.then = "pass"
+        self.lock = threading.Lock()
+
+    def harmed(self, data: bytes) -> tuple[bytes, str]:
+        """What is sent on instead, and what happens then to the connection: "pass", "cut" or "freeze"."""
+        with self.lock:
+            left = self.allowed - self.passed
+            self.passed += len(data)
+            if left >= len(data) or self.then == "pass":
+                return data, "pass"
+            good, bad = data[: max(0, left)], data[max(0, left) :]
+            if self.then in ("cut", "freeze"):
+                return good, self.then
+            self.allowed = 1 << 60
+            if self.then == "flip":
+                return good + bytes([bad[0] ^ 16]) + bad[1:], "pass"
+            half = len(bad) // 2
+            some = {
+                "reorder": bad[half:] + bad[:half],
+                "lose": bad[: half // 2] + bad[half:],
+                "repeat": bad[:half] + bad,
+            }
+            return good + some[self.then], "pass"
+
+
+class Proxy:
+    """Passes bytes between askers and one server, and changes what the server says, or what the askers say.
+
+    Some bytes pass, on all connections together; then something happens, see ``harm``.
     """
 
     def __init__(self, address: str) -> None:
@@ -90,11 +120,8 @@ class Proxy:
         self._target = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.passed = 0
-        """Bytes of the server that have passed."""
+        self._answers, self._requests = _Way(), _Way()
         self._lock = threading.Lock()
-        self._allowed = 1 << 60
-        self._then = "pass"
         self._chunk = 1 << 16
         self._pause = 0.0
         self._stop = threading.Event()
@@ -102,13 +129,26 @@ class Proxy:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
-    def harm(self, allowed: int, then: str) -> None:
-        """After ``allowed`` more bytes of the server."""
-        with self._lock:
-            self._allowed, self._then = self.passed + allowed, then
+    @property
+    def passed(self) -> int:
+        """Bytes of the server that have passed."""
+        return self._answers.passed
+
+    @property
+    def asked(self) -> int:
+        """Bytes of the askers that have passed."""
+        return self._requests.passed
+
+    def harm(self, allowed: int, then: str, *, of: str = "server") -> None:
+        """After ``allowed`` more bytes of the server, or of the "asker": "pass" on, "cut" the connection, "freeze"
+        (nothing more comes, and the connection stays), "flip" one bit, or, of those that follow and are there at that
+        moment, "reorder" both halves, "lose" some or "repeat" some."""
+        way = self._answers if of == "server" else self._requests
+        with way.lock:
+            way.allowed, way.then = way.passed + allowed, then
 
     def slow(self, chunk: int, pause: float) -> None:
-        """Pass on so many bytes at a time, with pauses."""
+        """Pass on so many bytes at a time in both directions, with a pause before each."""
         self._chunk, self._pause = chunk, pause
 
     def cut(self) -> None:
@@ -132,35 +172,22 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {asker, server}
-            for do in (self._ask, self._answer):
-                thread = threading.Thread(target=do, args=(asker, server), daemon=True)
+            for way, ends in ((self._requests, (asker, server)), (self._answers, (server, asker))):
+                thread = threading.Thread(target=self._pass_on, args=(way, *ends), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _ask(self, asker: socket.socket, server: socket.socket) -> None:
+    def _pass_on(self, way: _Way, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := asker.recv(1 << 16):
-                server.sendall(data)
-        self._end(asker, server)
-
-    def _answer(self, asker: socket.socket, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := server.recv(self._chunk):
-                with self._lock:
-                    left = self._allowed - self.passed
-                    self.passed += len(data)
-                    over, then = left < len(data), self._then
-                    if over and then == "flip":
-                        data = data[: max(0, left)] + bytes([data[max(0, left)] ^ 16]) + data[max(0, left) + 1 :]
-                        self._allowed = 1 << 60
-                if over and then in ("cut", "freeze"):
-                    asker.sendall(data[: max(0, left)])
-                    if then == "freeze":
-                        self._stop.wait()
-                    break
+            while data := source.recv(self._chunk):
+                some, then = way.harmed(data)
                 self._stop.wait(self._pause) if self._pause else None
-                asker.sendall(data)
-        self._end(asker, server)
+                target.sendall(some)
+                if then == "freeze":
+                    self._stop.wait()
+                if then != "pass":
+                    break
+        self._end(source, target)
 
     def _end(self, *sockets: socket.socket) -> None:
         for sock in sockets:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -474,6 +475,21 @@ def test_a_node_that_hangs_does_not_delay_what_shared_storage_or_another_node_ha
                 assert match.tokens == SIZE
             with second.match(long, wait=20) as match:
                 assert match.tokens == len(long)
+
+
+def test_a_node_that_was_restarted_is_read_at_once(stores: Stores) -> None:
+    """Its end has closed all connections; that is known, and costs no prompt anything."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    one = stores.store(listen=True, peers={"listen": address})
+    two = stores.store(address)
+    with one.session(MODEL) as first, two.session(MODEL) as second:
+        for number in range(3):
+            with closing(PeerServer(one)) as server:
+                tokens = prompt(*range(100 * number, 100 * number + 80))  # for all connections
+                keep(first, tokens)
+                assert length(second, tokens) == len(tokens)
+                assert server.statistics().connections == 3
+    assert two.statistics().tiers[name(address)].reasons == ()
 
 
 # -- a proxy that does harm -------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class GreetedPeer:
         self.due = caller.connection.due
         self.begin = caller.connection.begin
         self.receive = caller.connection.receive
+        self.ended = caller.connection.ended
         self.interrupt = caller.connection.interrupt
         self.close = caller.connection.close
         self.forked = caller.connection.forked

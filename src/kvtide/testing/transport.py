@@ -7,6 +7,7 @@ sent; nothing may hang.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,6 +98,21 @@ class TransportContract(ABC):
             # What the kernel takes before it learns of the end is no error.
             assert any(_fails(lambda: mine.send([aligned(1 << 20)])) for _ in range(100))
 
+    def test_an_end_is_known_before_anything_is_said(self, transport: PeerTransport, listener: PeerListener) -> None:
+        with self.pair(transport, listener) as (mine, theirs):
+            theirs.send([b"hello"])
+            mine.receive([aligned(5)])
+            assert not mine.ended()
+            assert not theirs.ended()
+            theirs.close()
+            _until(mine.ended)
+        with self.pair(transport, listener) as (mine, theirs):
+            theirs.send([b"what nobody has asked for"])
+            _until(mine.ended)
+            got = aligned(25)
+            mine.receive([got])
+            assert bytes(got) == b"what nobody has asked for", "asking does not take it away"
+
     @pytest.mark.parametrize("end", ["mine", "theirs"])
     @pytest.mark.parametrize("call", ["send", "receive"])
     def test_an_interrupt_ends_what_is_under_way(
@@ -165,6 +181,13 @@ def _fails(call: Callable[[], object]) -> bool:
     except OSError:
         return True
     return False
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
 
 
 def _open() -> int:

@@ -143,6 +143,8 @@ class PeerLink:
         end = time.monotonic() + seconds
         with self._busy:
             try:
+                if self._connection is not None and self._connection.ended():
+                    self._drop()  # between two requests: the node was restarted since then, and may be back
                 connection = self._connection or self._connect(end)
                 self._watchdog.limit(connection, end - time.monotonic())
                 yield connection

@@ -27,6 +27,9 @@ __all__ = ["Tcp", "TlsContexts", "split"]
 _BACKLOG = 64
 _SMALL = 16 << 10
 """With TLS, parts up to this size are joined: each call makes at least one record."""
+_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""A server waits for requests without a deadline, and an address may have so many connections. By default the kernel
+would keep those of a host that is gone for two hours."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -62,6 +65,8 @@ class _Connection:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _ALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def __repr__(self) -> str:
         return f"<connection to {self.peer}{', encrypted' if self.encrypted else ''}>"
@@ -111,6 +116,15 @@ class _Connection:
             if not count:
                 raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
             left = _after(left, count)
+
+    def ended(self) -> bool:
+        try:
+            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):

@@ -43,6 +43,10 @@ class PeerConnection(Protocol):
     def receive(self, parts: Sequence[Span]) -> None:
         """Fill all parts, one after the other. Raises ConnectionError if the other end closes before."""
 
+    def ended(self) -> bool:
+        """Whether the other end has closed it, or has said something that nobody has received, as far as this end knows
+        now. Does not wait."""
+
     def interrupt(self) -> None:
         """Make current and later calls of ``send`` and ``receive`` fail soon. Any thread may call it, at any time."""
 
