@@ -15,7 +15,7 @@ import threading
 from kvtide.clock import Clock
 from kvtide.tiers.peers.protocol import PeerViolation
 
-__all__ = ["Availability", "OwnAddress"]
+__all__ = ["Availability", "OtherNode", "OwnAddress"]
 
 log = logging.getLogger("kvtide.peers")
 
@@ -25,6 +25,10 @@ _SHORTEST, _LONGEST = 1.0, 60.0
 
 class OwnAddress(OSError):  # noqa: N818 - a finding
     """The address is the asker's own."""
+
+
+class OtherNode(OSError):  # noqa: N818 - a finding
+    """At the address is another node than the one that was meant, or the same one after a restart."""
 
 
 class Availability:
