@@ -32,10 +32,11 @@ class OtherNode(OSError):  # noqa: N818 - a finding
 
 
 class Availability:
-    """Of the node at ``address``. Thread-safe."""
+    """Of the node at ``address``, or of another ``what``. Thread-safe."""
 
-    def __init__(self, address: str, clock: Clock) -> None:
+    def __init__(self, address: str, clock: Clock, what: str = "node") -> None:
         self._address = address
+        self._what = what
         self._clock = clock
         self._lock = threading.Lock()
         self.away = False
@@ -74,7 +75,7 @@ class Availability:
             self._pause = 0.0
             said, self._said = self._said, ""
         if said:
-            log.info("the node at %s answers again", self._address)
+            log.info("the %s at %s answers again", self._what, self._address)
 
     def failed(self, e: OSError, *, trial: bool = False) -> bool:
         """A request failed, or the ``trial``. Returns whether the node was asked until now."""
@@ -91,5 +92,6 @@ class Availability:
             log.info("%s is this node's own address; it is not asked", self._address)
         elif new:
             warn = log.error if isinstance(e, PeerViolation) else log.warning
-            warn("the node at %s is not asked until it answers a greeting again: %s", self._address, reason)
+            text = "the %s at %s is not asked until it answers a greeting again: %s"
+            warn(text, self._what, self._address, reason)
         return first

@@ -73,6 +73,7 @@ def open_directory(
     timeout: float = 1.0,
     user: str = "",
     password_file: str = "",
+    password: str = "",
     certificate: str = "",
     identity: str = "",
 ) -> BlockDirectory:

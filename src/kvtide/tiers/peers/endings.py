@@ -1,5 +1,5 @@
-"""When blocks must be absent here, whatever other nodes say: at once if they were dropped here, or at an expiry that was
-set here. One object for all nodes that a store reads from: a block that was dropped is not fetched from any."""
+"""When blocks must be absent here, whatever other nodes say: at once if they were dropped here, or at an expiry that
+was set here. One object for all nodes that a store reads from: a block that was dropped is not fetched from any."""
 
 from __future__ import annotations
 

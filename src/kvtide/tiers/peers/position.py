@@ -74,6 +74,11 @@ class PeerPosition:
         return tier is None or tier.away
 
     @property
+    def used(self) -> bool:
+        """Whether it was ever bound to a node."""
+        return self._tier is not None or self._earlier is not _NOTHING
+
+    @property
     def replaced(self) -> bool:
         """Whether another node was found at the address of the one that it is bound to."""
         tier = self._tier
