@@ -6,6 +6,7 @@ next port, and has a password that is derived from the nodes' secret. Others nam
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from blake3 import blake3
@@ -16,6 +17,7 @@ from kvtide.errors import ConfigError
 from kvtide.tiers.peers.directory import BlockDirectory, open_directory
 from kvtide.tiers.peers.tcp import split
 from kvtide.tiers.peers.trust import PeerTrust
+from kvtide.tiers.shared.valkey_client import Login
 
 __all__ = [
     "EMBEDDED",
@@ -50,8 +52,8 @@ def check_cluster(settings: Peers) -> None:
         )
     if settings.announce and not settings.listen:
         raise ConfigError("peers.announce is set, and peers.listen is not: this node serves no other")
-    if not settings.cluster.strip() or not settings.cluster.isprintable() or len(settings.cluster) > 64:
-        raise ConfigError(f"peers.cluster is {settings.cluster!r}; it must be a name of 1 to 64 printable characters")
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", settings.cluster):
+        raise ConfigError(f"peers.cluster is {settings.cluster!r}; use up to 64 letters, digits, dots, _ and -")
     if settings.directory == EMBEDDED or settings.directory.startswith(_THERE):
         if settings.directory_password_file or settings.directory_user:
             raise ConfigError(
@@ -119,16 +121,16 @@ def directory_of(settings: Peers) -> BlockDirectory:
         except ValueError:
             raise ConfigError(f"peers.directory is {url!r}; it must be {_THERE}HOST:PORT") from None
         url, password = f"valkey://{parts.netloc}/0", directory_password(settings)
-    return open_directory(
-        url,
-        cluster=settings.cluster,
-        timeout=_TIMEOUT,
-        user=settings.directory_user,
-        password_file=settings.directory_password_file,
+    login = Login(
+        settings.directory_user,
+        settings.directory_password_file,
+        settings.directory_certificate,
+        settings.directory_identity,
+        prefix="peers.directory_",
+        url="peers.directory",
         password=password,
-        certificate=settings.directory_certificate,
-        identity=settings.directory_identity,
     )
+    return open_directory(url, cluster=settings.cluster, timeout=_TIMEOUT, login=login)
 
 
 def with_directory(config: Config, host: str, port: int) -> Config:
