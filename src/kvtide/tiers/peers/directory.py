@@ -130,7 +130,8 @@ class BlockDirectory:
     # -- members ------------------------------------------------------------------------------------------
 
     def join(self, name: bytes, address: str, lease: float) -> Member:
-        """Become a member for ``lease`` seconds. If a member has the same name, its lease ends."""
+        """Become a member for ``lease`` seconds. A member with the same name or address is one no more: it was an
+        earlier incarnation of this node."""
         if len(name) != 16:
             raise ValueError(f"the name has {len(name)} bytes, not 16")
         reply = self._call(scripts.JOIN, name, address.encode(), _milliseconds(lease))
@@ -187,19 +188,19 @@ class BlockDirectory:
         parts = sorted(there.keys() | gone.keys())
         with self._publishing:
             self._number = number = self._number + 1
+            acknowledged = self._acknowledged.setdefault(member.epoch, [0] * PARTITIONS)
             calls = [
                 ScriptCall(
                     scripts.PUBLISH,
                     self._partitions[one],
-                    (epoch, b"%d" % number, me, there.get(one, b""), gone.get(one, b"")),
+                    (epoch, b"%d" % number, me, b"%d" % acknowledged[one], there.get(one, b""), gone.get(one, b"")),
                 )
                 for one in parts
             ]
             alive, *replies = self._run([self._about(scripts.CHECK, epoch), *calls])
             results = [_whole(reply) for reply in replies]
-            acknowledged = self._acknowledged.get(member.epoch)
             for one, result in zip(parts, results, strict=True):
-                if result == 1 and acknowledged is not None:
+                if result == 1:
                     acknowledged[one] = number
         if 0 in results:
             raise OSError(errno.EBUSY, "another object publishes for this member at the same time")

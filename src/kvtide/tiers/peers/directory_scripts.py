@@ -1,4 +1,4 @@
-"""The scripts of the directory, and the keys that they use. ``kvtide.testing.directory`` has the same in Python.
+"""The scripts of the directory, and the keys that they use. ``kvtide.testing.simulated_valkey`` has the same in Python.
 
 There are two kinds of places, and each is at one server, since its keys have one hash tag:
 
@@ -91,8 +91,8 @@ local taken, mine = {{}}, nil
 local all = redis.call('HGETALL', base .. ':members')
 for i = 1, #all, 2 do
   local number = string.byte(all[i + 1], 1) * 256 + string.byte(all[i + 1], 2)
-  if string.sub(all[i + 1], 3, 18) == name then
-    mine = number
+  if string.sub(all[i + 1], 3, 18) == name or string.sub(all[i + 1], 19) == address then
+    mine = math.min(number, mine or number)
     remove(all[i])
   else
     taken[number] = true
@@ -111,7 +111,8 @@ changed()
 return {{number, epoch}}
 """,
 )
-"""Arguments: name, address, lease in milliseconds. Returns number and epoch."""
+"""Arguments: name, address, lease in milliseconds. Returns number and epoch. Other members with that name or address
+are members no more: they are earlier incarnations."""
 
 RENEW = Script(
     "renew",
@@ -205,10 +206,10 @@ PUBLISH = Script(
     "publish",
     f"""
 local base, roster, epoch = KEYS[1], KEYS[1] .. ':roster', ARGV[1]
-local number, me, stored, removed = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
+local number, me, stored, removed = tonumber(ARGV[2]), ARGV[3], ARGV[5], ARGV[6]
 local call, sub = redis.call, string.sub
 local last = tonumber(call('HGET', roster, epoch) or '-1')
-if last < 0 then return -1 end
+if last < tonumber(ARGV[4]) then return -1 end
 if number <= last then return number == last and 1 or 0 end
 local function at(value)
   for i = 1, #value, {EPOCH} do
@@ -244,8 +245,9 @@ if entries ~= 0 then call('HINCRBY', roster, 'entries', entries) end
 return 1
 """,
 )
-"""Arguments: epoch, number of the publish, epoch in 5 bytes, items stored, items removed. Returns 1; 0 if a later
-publish was run before, and this one not; -1 if the member may not publish here."""
+"""Arguments: epoch, number of the publish, epoch in 5 bytes, number of the last publish that was acknowledged, items
+stored, items removed. Returns 1; 0 if a later publish was run before, and this one not; -1 if the member may not
+publish here, or an acknowledged publish was lost."""
 
 SCRUB = Script(
     "scrub",
