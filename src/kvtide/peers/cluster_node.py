@@ -61,7 +61,7 @@ class ClusterNode:
             own.epoch if own is not None else 0,
             announced.stored,
             announced.removed,
-            announced.waiting,
+            announced.rows_left,
             announced.rebuilds,
             announced.failures,
             self._drain.statistics() if self._drain is not None else None,

@@ -111,7 +111,7 @@ class ClusterServing:
     withdrawn: int = 0
     """those that were removed from it."""
     waiting: int = 0
-    """Blocks whose change is not in the directory yet."""
+    """Blocks of the index that are still to be looked at for the directory, after the node joined."""
     rebuilds: int = 0
     """How often all blocks were entered anew."""
     failures: int = 0

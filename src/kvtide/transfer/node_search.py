@@ -61,6 +61,9 @@ _SETTLED = 0.05
 """Seconds for which a position stays with its node at least after it was used: who found a block there begins to read
 it."""
 _WEIGHT = 0.2
+_DOUBT, _LEAST = 0.5, 0.01
+"""The weight of the last answer of a member for whether it is believed to have what it is said to have; and the least
+belief: it is asked if no other is said to have a block."""
 _SPREAD = 0.1
 """Nodes differ by up to this part in how much each asker prefers them, so that not all ask the same of equal ones."""
 _KNOWN = 4096
@@ -160,6 +163,8 @@ class NodeSearch:
         self._refused: set[int] = set()
         """Epochs of members that were replaced."""
         self._absent: dict[BlockKey, float] = {}
+        self._truth: dict[str, float] = {}
+        """By address: the part of the blocks that a member lately had, of those that the directory said it has."""
         self._speeds: dict[str, SpeedState] = {}
         self._round_trips: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -180,6 +185,7 @@ class NodeSearch:
         """See ``BlockSearch``."""
         question = _Question(wanted, found, ended)
         self._keep_fresh()
+        self._greet_away()
         if self._needs_directory:
             batch = Batch("holders", [question], self._look_up, None, functools.partial(self._looked_up, question))
             self._jobs.submit(batch)
@@ -200,7 +206,12 @@ class NodeSearch:
         self._keep_fresh()
         if self._needs_directory:
             return False
+        self._greet_away()
         return all(place.position.away for place in self._places)
+
+    def _greet_away(self) -> None:
+        for place in self._places:
+            place.position.greet()
 
     # -- the list of members ------------------------------------------------------------------------------
 
@@ -362,7 +373,9 @@ class NodeSearch:
             question.found(place.cold, here)
         if place.position.replaced:
             self._calls.put(self._rebind)
-        elif question.holders and not place.position.away:
+        if member is not None and question.holders and not place.position.away:
+            before = self._truth.get(member.address, 1.0)
+            self._truth[member.address] = before + _DOUBT * (len(here) / len(wishes) - before)
             with self._lock:
                 self._stale += len(wishes) - len(here)
         with question.lock:
@@ -396,7 +409,8 @@ class NodeSearch:
         return place if place is not None and place.position.member == member else None
 
     def _seconds(self, nbytes: float, bound: Mapping[int, _Place], number: int, blocks: int) -> float:
-        """Expected seconds to find and read so many blocks, of ``nbytes`` each, from a member."""
+        """Expected seconds to find and read so many blocks, of ``nbytes`` each, from a member; more if it lately had
+        less than it is said to have."""
         member = (self._members or {}).get(number)
         if member is None:
             return math.inf
@@ -409,7 +423,7 @@ class NodeSearch:
         else:
             seconds = fixed + _CONNECTING + blocks * nbytes / self._speeds.get(member.address, SpeedState()).rate
         taste = zlib.crc32(self._own + number.to_bytes(8, "little")) / (1 << 32)
-        return seconds * (1 + _SPREAD * taste)
+        return seconds * (1 + _SPREAD * taste) / max(_LEAST, self._truth.get(member.address, 1.0))
 
     def _rebind(self) -> None:
         """Unbind positions whose node is no member any more; and with a few members, bind all."""
@@ -462,6 +476,7 @@ class NodeSearch:
             if len(self._speeds) >= _KNOWN:
                 self._speeds.clear()
                 self._round_trips.clear()
+                self._truth.clear()
             self._speeds[before.address] = measured
         place.used = -math.inf
         if member is not None:

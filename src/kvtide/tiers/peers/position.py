@@ -84,6 +84,11 @@ class PeerPosition:
         tier = self._tier
         return tier is not None and tier.replaced
 
+    def greet(self) -> None:
+        """See ``PeerTier.greet``."""
+        if (tier := self._tier) is not None and tier.away:
+            tier.greet()
+
     def bind(self, member: Member | None) -> None:
         """Be the tier of that node from now on; None: of none. Does not wait. Only one thread may call it, and not
         after ``close`` has begun."""

@@ -148,7 +148,7 @@ class PeerTier:
         def late(items: Sequence[Read]) -> None:
             self.late([item.key for item in items])
 
-        self._greet()
+        self.greet()
         credit = self._workers[1].link.credit
         most = max(1, min(credit.blocks, credit.nbytes // max([1, *(len(item.span) for item in batch)])))
         self._reading.submit(Batch("read", batch, self._read, size_for(OSError()), finish, late), most)
@@ -220,7 +220,7 @@ class PeerTier:
             done(results[0])
 
         if self.away:
-            self._greet()
+            self.greet()
             done(nothing)
         else:  # all in one job: a lookup is one round trip
             self._finding.submit(Batch("find", [options], self._find, nothing, finish))
@@ -228,7 +228,7 @@ class PeerTier:
     def absent(self, key: BlockKey, who: Identity) -> bool:
         """See ``tiers.base.Searched``."""
         if self.away:
-            self._greet()
+            self.greet()
             return True
         if self.endings.of(key) <= self._clock.time():
             return True
@@ -239,7 +239,7 @@ class PeerTier:
             self._absent.clear()
         self._absent.update(dict.fromkeys(keys, self._clock.monotonic() + _ABSENT))
 
-    def _greet(self) -> None:
+    def greet(self) -> None:
         """See whether a node that is away answers again, if it is time for that. Does not wait."""
 
         def ended(failures: list[OSError | None]) -> None:
