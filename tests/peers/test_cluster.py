@@ -1,4 +1,4 @@
-"""Nodes that find each other and their blocks through a directory: whatever dies, restarts or lies, it is misses only."""
+"""Nodes that find each other and their blocks through a directory: what dies, restarts or lies is misses only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvtide import Session, Store, Tenant
 from kvtide.errors import ConfigError
-from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
+from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, data, held, length, prompt, until
 from kvtide.transfer.node_search import ClusterStatistics
 from tests.peers.cluster import Cluster, Part
 

@@ -247,6 +247,7 @@ class PeerTier:
                 self._availability.greeted()
             else:
                 self._counters.failed("greet", e)
+                self.replaced |= isinstance(e, OtherNode)
                 self._availability.failed(e, trial=True)
 
         if self._availability.try_again():
