@@ -193,7 +193,21 @@ def test_a_directory_whose_server_hangs(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             directory.join(b"a" * 16, "a:1", TIME)
         server.resume()
-        assert open_directory(server.url, timeout=TIME).holders(some_keys(10)) == [()] * 10
+        patient = open_directory(server.url, timeout=TIME)
+        assert patient.holders(some_keys(10)) == [()] * 10
+        patient.close()
+        directory.close()
+
+
+def test_bytes_are_estimated(tmp_path: Path) -> None:
+    with ValkeyServer(tmp_path) as server:
+        directory = open_directory(server.url, timeout=TIME)
+        member, keys = directory.join(b"a" * 16, "a:1", TIME), some_keys(60_000)
+        before = int(say(server, b"INFO", b"memory").split(b"used_memory:")[1].split()[0])
+        for start in range(0, len(keys), 4096):
+            assert directory.publish(member, keys[start : start + 4096], [])
+        used = int(say(server, b"INFO", b"memory").split(b"used_memory:")[1].split()[0]) - before
+        assert 0.5 < directory.counts().nbytes / used < 2
         directory.close()
 
 

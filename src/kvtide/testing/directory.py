@@ -79,7 +79,7 @@ class DirectoryContract(ABC):
         for reader in (a, b):
             assert [tuple(sorted(found)) for found in reader.holders(keys)] == expected
         assert a.counts().entries == 600
-        assert a.counts().nbytes > 0
+        assert a.counts().members == 2
         assert a.publish(one, keys[600:], keys[:350])
         gone = [tuple(n for n in found if n != one.number) for found in expected[:350]]
         assert [tuple(sorted(found)) for found in b.holders(keys)] == gone + expected[350:600] + [(one.number,)] * 100
