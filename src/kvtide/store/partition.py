@@ -186,7 +186,9 @@ class Partition:
             )
             if self.nodes is not None:
                 self.nodes.forget = lambda name: self.pending_blocks.removed(name, None)
-            self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
+            self.planner = Planner(
+                self.index, [Source(c.number, c.name, c.lane.read_speed, c.read_only) for c in self.colds]
+            )
             self._learning_thread = LearningThread(self._uses)
             self._running.callback(again_if_interrupted, self._learning_thread.close)
             self.index.on_earlier_expiry = self._housekeeper.wake
@@ -640,7 +642,8 @@ class Partition:
             planner = self.planner.statistics()
             counts = {str(name): n for name, n in sorted(self.pipeline.counts.items()) if n}
         # Positions for other nodes that were never needed are not worth a line.
-        colds = [c for c in self.colds if not isinstance(c.tier, PeerPosition) or c.tier.used]
+        unused = {c.name for c in self.colds if isinstance(c.tier, PeerPosition) and not c.tier.used}
+        colds = [c for c in self.colds if c.name not in unused]
         return Statistics(
             index.blocks,
             index.held,
@@ -649,7 +652,7 @@ class Partition:
             {c.name: c.lane.statistics() for c in colds},
             counts,
             self.pipeline.statistics(),
-            planner,
+            planner.without(unused),
             tenants=self._limited_tenants(),
             budgets={name: budget_thread.statistics() for name, budget_thread in self._budget_threads.items()},
             scratch=ScratchStatistics(
