@@ -110,7 +110,7 @@ class Truth:
 class Cluster(RuleBasedStateMachine):
     @initialize(speeds=st.lists(st.sampled_from([0.9, 0.99, 1.0, 1.01, 1.1]), min_size=NODES, max_size=NODES))
     def begin(self, speeds: list[float]) -> None:
-        self.clock = FakeClock()
+        self.clock = FakeClock(1_800_000_000.0)  # later than the time from which epochs count
         self.valkey = SimulatedValkey(self.clock, SERVERS, self.ran)
         self.late: list[ScriptCall] = []
         self.truth, self.saved = Truth(), Truth()
@@ -236,6 +236,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(server=st.integers(0, SERVERS - 1))
     def lose_server(self, server: int) -> None:
+        self.advance(1.0)  # a restart takes time
         self.valkey.lose(server)
         if server == self.members:
             self.truth = Truth()
@@ -247,6 +248,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(server=st.integers(0, SERVERS - 1))
     def fail_over(self, server: int) -> None:
+        self.advance(1.0)
         self.valkey.roll_back(server)
         if server == self.members:
             self.truth = copy.deepcopy(self.saved)
@@ -301,13 +303,14 @@ class Cluster(RuleBasedStateMachine):
             assert node.membership.own is not None
             numbers[node.membership.own.number] = node
         assert len(numbers) == len(self.running)
+        held = {number: node.held for number, node in numbers.items()}
         for node in self.running:
             known = node.membership.members()
             assert {number: member.name for number, member in known.items()} == {
                 number: other.name for number, other in numbers.items()
             }
             for key, found in zip(KEYS, node.directory.holders(KEYS), strict=True):
-                assert set(found) == {number for number, other in numbers.items() if key in other.held}
+                assert set(found) == {number for number, blocks in held.items() if key in blocks}
         self.running[0].directory.scrub(PARTITIONS * BUCKETS)
         assert self.valkey.epochs <= {node.membership.own.epoch for node in self.running if node.membership.own}
 
