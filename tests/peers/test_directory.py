@@ -52,7 +52,7 @@ def let_time_pass(url: str, seconds: float) -> None:
 class TestSimulated(DirectoryContract):
     @pytest.fixture(autouse=True)
     def simulated(self) -> None:
-        self.clock = FakeClock()
+        self.clock = FakeClock(1_800_000_000.0)  # later than the time from which epochs count
         self.valkey = SimulatedValkey(self.clock)
 
     def runner(self) -> ScriptRunner:
@@ -181,6 +181,23 @@ def test_an_epoch_is_never_given_again(valkey: ValkeyServer) -> None:
     for key in say(valkey, b"KEYS", b"kvtide:epochs:*"):
         say(valkey, b"DEL", key)
     assert directory.join(b"b" * 16, "b:1", TIME).epoch > max(before)
+    directory.close()
+
+
+def test_an_epoch_that_a_partition_knows_is_not_taken(valkey: ValkeyServer) -> None:
+    """The clock of a server that lost its data was set back: the epochs that it gave come again."""
+    directory = open_directory(valkey.url, cluster="clock", timeout=TIME)
+    before = directory.join(b"a" * 16, "a:1", TIME)
+    keys = some_keys(20)
+    assert directory.publish(before, keys, [])
+    say(valkey, b"DEL", *[b"kvtide:clock:{members}:%b" % part for part in (b"leases", b"members", b"state")])
+    ahead = before.epoch + 1_000_000_000
+    say(valkey, b"HSET", b"kvtide:clock:{members}:state", b"epoch", b"%d" % (ahead - 1))
+    rosters = say(valkey, b"KEYS", b"kvtide:clock:*:roster")
+    say(valkey, b"HSET", rosters[5], b"%d" % ahead, b"7")
+    after = directory.join(b"b" * 16, "b:1", TIME)
+    assert after.epoch > ahead
+    assert directory.holders(keys) == [()] * 20
     directory.close()
 
 
@@ -326,6 +343,6 @@ def test_slots_are_those_of_valkey(cluster: list[ValkeyServer]) -> None:
 
 def test_all_scripts_are_simulated() -> None:
     found = [one for one in vars(directory_scripts).values() if isinstance(one, Script)]
-    assert len(found) == 11
+    assert len(found) == 12
     for script in found:
         assert hasattr(SimulatedValkey, f"_{script.name}"), script.name

@@ -234,21 +234,23 @@ class Announcer:
         removed: list[BlockKey] = []
         for start in range(0, len(keys), _VISIT):
             part = keys[start : start + _VISIT]
+            if start:
+                rest()
             with self._index.lock:
                 there = self._there(self._index.rows(part)).tolist()
             stored += [key for key, here in zip(part, there, strict=True) if here]
             removed += [key for key, here in zip(part, there, strict=True) if not here and self._dirty[key]]
-            rest()
         row = self._next_row
         news = set(removed)
         while row < self._stop_row and len(stored) < _BATCH:
             rows = np.arange(row, min(row + _VISIT, self._stop_row))
+            if row > self._next_row:
+                rest()
             with self._index.lock:
                 found = self._visible(rows[self._there(rows)])
             # What has come back since it was looked at above has an event, and is published with that.
             stored += [key for key in found if key not in news]
             row += len(rows)
-            rest()
         return stored, removed, row
 
     def _visible(self, rows: Rows) -> Sequence[BlockKey]:
