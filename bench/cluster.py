@@ -47,7 +47,7 @@ def _measure(count: int, folder: Path) -> None:
     secret.write_text("a secret of all the nodes: 0123456789")
     with ValkeyServer(folder / "valkey", maxmemory_policy="noeviction") as valkey:
         peers = {"directory": valkey.url, "token_file": str(secret), "timeout": 10.0, "lease": _LEASE}
-        small = {"budget": "2MiB", "segment": "1MiB"}
+        small = {"budget": "16MiB", "segment": "1MiB"}
         settings = configuration.read(None, env={}, peers={**peers, "listen": "127.0.0.1:0"}, dram=small)
         directory = directory_of(settings.peers)
         stores, servers = list[Store](), list[PeerServer]()

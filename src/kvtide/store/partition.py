@@ -60,7 +60,7 @@ from kvtide.tiers.format.record import belongs
 from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.nvme.drop_positions import DropLogPositions
 from kvtide.tiers.nvme.tier import Nvme
-from kvtide.tiers.peers.cluster import check_cluster, directory_of
+from kvtide.tiers.peers.cluster import directory_of, positions_of
 from kvtide.tiers.peers.endings import Endings
 from kvtide.tiers.peers.position import PeerPosition
 from kvtide.tiers.peers.tier import PeerTier
@@ -128,8 +128,7 @@ class Partition:
         self._quotas = quotas = quotas or TenantQuotas()
         shared_storages = list(storages(config, context.disk))
         peers = addresses_of(config.peers)
-        check_cluster(config.peers)
-        positions = config.peers.most if config.peers.directory else 0
+        positions = positions_of(config.peers)
         self.index = Index(1 + bool(config.nvme.path) + len(shared_storages) + len(peers) + positions)
         self.index.absence_log = AbsenceLog(self.index, config.explain.memory, self.clock)
         self.began_empty = True
@@ -184,8 +183,6 @@ class Partition:
             self.pending_blocks = PendingBlocks(
                 self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.nodes
             )
-            if self.nodes is not None:
-                self.nodes.forget = lambda name: self.pending_blocks.removed(name, None)
             self.planner = Planner(
                 self.index, [Source(c.number, c.name, c.lane.read_speed, c.read_only) for c in self.colds]
             )
@@ -391,6 +388,7 @@ class Partition:
             self.colds.append(cold)
         own, lease = self.context.name, settings.lease
         nodes = NodeSearch(positions, directory, endings, own, lease, settings.directory, self.clock)
+        nodes.forget = lambda name: self.pending_blocks.removed(name, None)
         self._running.callback(again_if_interrupted, nodes.close)
         return nodes
 
