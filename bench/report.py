@@ -61,6 +61,8 @@ PARTS = {
     "with all that an engine asks and gives back at a time.",
     "peers": "Blocks read from another node's memory over loopback, every section verified, and blocks looked up at "
     "three nodes. The bare stream moves the same bytes between as many processes, in one call for each 8 MiB.",
+    "directory": "The directory of a cluster in a Valkey on this machine: 512 blocks looked up, its memory, and "
+    "how fast one node can publish. Node and server share the cores. With more nodes, a lookup is as many messages.",
     "probe": "Can a tenant tell by the time of a match, or to the first token, that another has cached a prompt? "
     "One tenant asks for three kinds of prompts: those that another tenant has cached, those that nobody has cached, "
     "and those that it has cached itself. There are as many of each kind; each prompt is asked for once, in random "

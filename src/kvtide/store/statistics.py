@@ -16,6 +16,7 @@ from kvtide.store.recorder import RecorderStatistics
 from kvtide.tiers.base import TierStatistics
 from kvtide.tiers.shared.credits import BudgetStatistics
 from kvtide.transfer.lane import LaneStatistics
+from kvtide.transfer.node_search import ClusterStatistics
 from kvtide.transfer.pipeline import PipelineStatistics
 
 __all__ = ["ScratchStatistics", "Statistics", "TenantStatistics"]
@@ -100,3 +101,5 @@ class Statistics:
     """Recent requests, and why their blocks were missing."""
     known_models: KnownModelsStatistics = field(default_factory=KnownModelsStatistics)
     """Descriptions of the models that sessions were opened for."""
+    cluster: ClusterStatistics | None = None
+    """The other nodes that a directory lists; None if there is no directory."""
