@@ -150,7 +150,7 @@ class _Batch:
         """What happened, as a record's second number without the time."""
         self.times = np.zeros(capacity, np.float64)
         self.tenants = np.zeros(capacity, np.uint32)
-        """Numbers of the tenants that needed the space. One that has no blocks yet has a number above all of 16 bits."""
+        """Numbers of the tenants that needed the space; that of one without blocks has more than 16 bits."""
         self.late = np.zeros(capacity, np.bool_)
         """Whether others that happened later may have been recorded already."""
 
