@@ -49,7 +49,7 @@ _WORD = (1 << 64) - 1
 _PART, _LEAST = 16, 8 << 10
 """Each of two batches of records that are not in the table yet may take this part of the memory; if that is less than
 ``_LEAST`` bytes, records are written at once."""
-_ROW = 37
+_ROW = 39
 """Bytes of a record in a batch."""
 
 
@@ -149,8 +149,8 @@ class _Batch:
         self.words = np.zeros(capacity, np.uint64)
         """What happened, as a record's second number without the time."""
         self.times = np.zeros(capacity, np.float64)
-        self.tenants = np.zeros(capacity, np.uint16)
-        """Numbers of the tenants that needed the space."""
+        self.tenants = np.zeros(capacity, np.uint32)
+        """Numbers of the tenants that needed the space; that of one without blocks has more than 16 bits."""
         self.late = np.zeros(capacity, np.bool_)
         """Whether others that happened later may have been recorded already."""
 
