@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,17 @@ from tests.node.serving import Process
 from tests.peers.nodes import token
 
 
+def pair_of_ports() -> int:
+    """A free port, of which the next one is free too: the directory's."""
+    while True:
+        (port,) = free_ports(1)
+        try:
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+        except OSError:
+            continue
+
+
 class Nodes:
     """Starts nodes; the first one starts the directory."""
 
@@ -27,10 +39,7 @@ class Nodes:
         self._folder = folder
         self._stack = stack
         self._settings = {"KVTIDE_PEERS_TOKEN_FILE": token(folder), "KVTIDE_PEERS_LEASE": "1s", **settings}
-        while True:
-            (self.port,) = free_ports(1)
-            if self.port < 65_000:
-                break
+        self.port = pair_of_ports()
         self.directory = f"embedded://127.0.0.1:{self.port + 1}"
 
     def node(self, name: str, **settings: str) -> Process:
@@ -117,8 +126,6 @@ def test_the_directory_ends_with_its_node_and_comes_back_with_it(nodes: Nodes) -
 
 
 def test_a_password_is_needed(nodes: Nodes) -> None:
-    import socket
-
     nodes.node("one")
     with socket.create_connection(("127.0.0.1", nodes.port + 1), 5) as sock:
         sock.sendall(b"KEYS *\r\n")
