@@ -199,11 +199,14 @@ class Cluster(RuleBasedStateMachine):
     def publish_late(self, where: int, block: int, stored: bool, quiet: bool) -> None:
         """News of a block arrive after later news of the same block."""
         node, key = self.one(where), KEYS[block]
-        changes = [lambda: node.put(key, "dram"), lambda: [node.take(key, tier) for tier in TIERS]]
         node.work(3)
-        for change, fates in zip(changes if stored else reversed(changes), ([Fate.LATE] * 3, []), strict=True):
-            change()
-            node.link.fates = list(fates)
+        for there, fates in ((stored, [Fate.LATE] * 3), (not stored, [])):
+            if there:
+                node.put(key, "dram")
+            else:
+                for tier in TIERS:
+                    node.take(key, tier)
+            node.link.fates = fates
             node.announcer.step()
         self.deliver_all()
         if quiet:

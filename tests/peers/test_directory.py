@@ -24,7 +24,7 @@ from kvtide.tiers.peers.directory import BlockDirectory, marks_of, open_director
 from kvtide.tiers.peers.directory_scripts import PARTITIONS
 from kvtide.tiers.shared.resp import ValkeyConnection, command
 from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, slot_of
-from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
+from kvtide.tiers.shared.valkey_scripts import HashLookup, Script, ScriptCall, ScriptRunner, ValkeyScripts
 
 TIME = 30.0
 
@@ -342,7 +342,7 @@ def test_slots_are_those_of_valkey(cluster: list[ValkeyServer]) -> None:
 
 
 def test_all_scripts_are_simulated() -> None:
-    found = [one for one in vars(directory_scripts).values() if isinstance(one, Script)]
+    found = [one for one in vars(directory_scripts).values() if isinstance(one, Script | HashLookup)]
     assert len(found) == 12
     for script in found:
         assert hasattr(SimulatedValkey, f"_{script.name}"), script.name

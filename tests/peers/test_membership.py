@@ -244,16 +244,21 @@ class Steps:
         self.other = BlockDirectory(SimulatedLink(self.valkey, []))
 
 
+def own(membership: Membership) -> bool:
+    """Whether it is a member now."""
+    return membership.own is not None
+
+
 def test_a_lease_is_renewed_three_times_before_it_ends() -> None:
     one = Steps()
     assert one.membership.own is None
     assert one.membership.step() == pytest.approx(3.0)
-    own = one.membership.own
+    member = one.membership.own
     for _ in range(20):
         one.clock.advance(3.0)
         one.membership.step()
-        assert one.membership.own == own
-        assert list(one.other.members().values()) == [own]
+        assert one.membership.own == member
+        assert list(one.other.members().values()) == [member]
     one.clock.advance(1.0)
     messages = one.link.messages
     assert one.membership.step() == pytest.approx(2.0)
@@ -272,13 +277,13 @@ def test_without_contact_everybody_is_forgotten_within_a_lease() -> None:
     assert one.membership.step() <= 9.0 / 12
     assert len(one.membership.members()) == 1, "its lease was shorter"
     one.clock.advance(6.0)
-    assert one.membership.own is not None
+    assert own(one.membership)
     one.clock.advance(0.6)
-    assert one.membership.own is None
+    assert not own(one.membership)
     assert one.membership.members() == {}
     one.link.cut = False
     one.membership.step()
-    assert one.membership.own is not None
+    assert own(one.membership)
     assert one.membership.statistics().joins == 2
 
 

@@ -47,7 +47,7 @@ from kvtide.tiers.peers.members import Member
 from kvtide.tiers.shared.valkey_client import SLOTS, Login, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
 
-__all__ = ["BlockDirectory", "Directory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
+__all__ = ["BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
 
 _SAMPLES, _SAMPLE = 4, 16
 """How many stretches of buckets of a partition are measured, and how many buckets each has."""
@@ -293,10 +293,6 @@ class BlockDirectory:
             np.array([member.epoch for member in members], np.uint64),
             np.array([member.number for member in members], np.int64),
         )
-
-
-Directory = BlockDirectory
-"""The name in the interface that was agreed on; ``tiers/nvme`` has a class of that name."""
 
 
 def open_directory(

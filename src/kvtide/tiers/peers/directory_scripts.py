@@ -26,7 +26,7 @@ entries fit.
 
 from __future__ import annotations
 
-from kvtide.tiers.shared.valkey_scripts import Script
+from kvtide.tiers.shared.valkey_scripts import HashLookup, Script
 
 __all__ = [
     "BASE",
@@ -184,23 +184,7 @@ return tonumber(redis.call('HGET', KEYS[1] .. ':roster', ARGV[1]) or '-1')
 )
 """Argument: epoch. Returns the number of its last publish in this partition; -1 if it may not publish."""
 
-LOOKUP = Script(
-    "lookup",
-    f"""
-local base, items, counts, found = KEYS[1], ARGV[1], {{}}, {{}}
-local call, sub, char = redis.call, string.sub, string.char
-for i = 1, #items, {ITEM} do
-  local value = call('HGET', base .. sub(items, i, i + 1), sub(items, i + 2, i + {ITEM - 1}))
-  if value then
-    counts[#counts + 1] = char(#value / {EPOCH})
-    found[#found + 1] = value
-  else
-    counts[#counts + 1] = '\\0'
-  end
-end
-return table.concat(counts) .. table.concat(found)
-""",
-)
+LOOKUP = HashLookup("lookup", 2, FIELD, EPOCH)
 """Argument: items. Returns a byte for each, its number of holders, and then all their epochs."""
 
 PUBLISH = Script(
