@@ -225,18 +225,16 @@ class PeerServer:
         with self._lock:
             self._counts["requests"] += 1
         if operation == Operation.LOCATE:
-            digests = bytes(items)
-            named = [digests[i : i + DIGEST] for i in range(0, len(digests), DIGEST)]
-            self._locate(connection, body, named, number)
+            self._locate(connection, body, items, number)
         else:
             asked = [AskedBlock(*item) for item in ITEM.iter_unpack(items)]
             self._read(connection, packer, body, asked, number)
         return int(number)
 
-    def _locate(self, connection: PeerConnection, body: Span, digests: Sequence[bytes], number: int) -> None:
+    def _locate(self, connection: PeerConnection, body: Span, digests: Span, number: int) -> None:
         found = self._blocks.locate(parse_identity(body[: IDENTITY.size]), digests)
         answer = pack_located(found)
-        connection.send([REPLY.pack(Operation.LOCATE, 0, len(digests), len(answer), number) + answer])
+        connection.send([REPLY.pack(Operation.LOCATE, 0, len(found.presence), len(answer), number) + answer])
         with self._lock:
             self._counts["located"] += len(found.depths)
 

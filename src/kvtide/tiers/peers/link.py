@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.errors import ConfigError
 from kvtide.tiers.base import Identity
@@ -101,7 +103,8 @@ class PeerLink:
     def locate(self, identity: Identity, keys: Sequence[BlockKey]) -> LocatedBlocks:
         """Ask which blocks of an identity are there. Raises OSError."""
         with self._request(min(LOOKUP, self._timeout)) as connection:
-            body = pack_identity(identity) + b"".join([key[:DIGEST] for key in keys])
+            whole = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+            body = pack_identity(identity) + whole[:, :DIGEST].tobytes()
             size = self._ask(connection, Operation.LOCATE, len(keys), body)
             return parse_located(memoryview(received(connection, size)), len(keys))
 

@@ -220,6 +220,8 @@ class LocatedBlocks:
     priorities: npt.NDArray[np.int8]
 
 
+_HIT = bytes([Presence.HIT])
+_KNOWN = bytes(Presence)
 _EACH = 8 + 4 + DIGEST + 1
 """Bytes of the columns for each block that is there."""
 
@@ -238,10 +240,11 @@ def pack_located(found: LocatedBlocks) -> bytes:
 
 def parse_located(data: memoryview | bytes, count: int) -> LocatedBlocks:
     """The answer for ``count`` blocks. Raises PeerViolation."""
-    presence = np.frombuffer(data[:count], np.uint8)
-    hits = int(np.count_nonzero(presence == Presence.HIT))
-    if len(data) != count + hits * _EACH or (presence > Presence.BUSY).any():
+    said = bytes(data[:count])
+    hits = said.count(_HIT)
+    if len(data) != count + hits * _EACH or said.strip(_KNOWN):
         raise PeerViolation(Violation.GARBAGE)
+    presence = np.frombuffer(said, np.uint8)
     at = [count + hits * n for n in (0, 8, 12, 12 + DIGEST, _EACH)]
     expiries = np.frombuffer(data[at[0] : at[1]], "<f8")
     if np.isnan(expiries).any():

@@ -21,6 +21,7 @@ import errno
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -68,6 +69,11 @@ _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
 _CODEC = slice(144, 146)
 """Where a record's header names its codec; 0: stored unchanged."""
+
+
+_HIT = int(Presence.HIT)
+_FOUND: Callable[[tuple[object, ...]], FoundBlock] = functools.partial(tuple.__new__, FoundBlock)
+"""Makes the entry of a block from its fields, without a call of Python code: a lookup makes hundreds."""
 
 
 class _Worker:
@@ -280,10 +286,13 @@ class PeerTier:
         found: list[FoundBlock | None] = [None] * len(options)
         start = 0
         # Blocks of one identity follow each other. A prompt that waited behind one whose lookup failed does not ask.
+        every, whose = [key for key, _ in options], [who for _, who in options]
         while start < len(options) and not self.away:
-            who = options[start][1]
-            stop = start + worker.link.credit.keys
-            keys = [key for key, _ in itertools.takewhile(functools.partial(_is_of, who), options[start:stop])]
+            who = whose[start]
+            count = min(worker.link.credit.keys, len(options) - start)
+            if whose.count(who) < len(options):
+                count = sum(1 for _ in itertools.takewhile(who.__eq__, whose[start : start + count]))
+            keys = every[start : start + count]
             try:
                 self._check(who)
                 located = worker.link.locate(who, keys)
@@ -292,25 +301,29 @@ class PeerTier:
             except Exception as e:  # noqa: BLE001 - see TierCounters
                 self._failed("find", e, len(keys))
             start += len(keys)
-        if None in found and not self.away:
-            self._miss([key for (key, _), one in zip(options, found, strict=True) if one is None])
+        if not self.away and (missing := found.count(None)):
+            some = missing < len(found)
+            self._miss([key for key, one in zip(every, found, strict=True) if one is None] if some else every)
         return [found]
 
     def _enter(
         self, found: list[FoundBlock | None], start: int, keys: Sequence[BlockKey], located: LocatedBlocks
     ) -> None:
         """Enter what the node says of these blocks into the results, from ``start`` on."""
-        hits = np.flatnonzero(located.presence == Presence.HIT).tolist()
+        hits = np.flatnonzero(located.presence == _HIT).tolist()
+        if not hits:
+            return
         mine = keys if len(hits) == len(keys) else [keys[i] for i in hits]
         now = self._clock.time()  # of this host: for a node whose clock is behind the blocks may be valid still
-        columns = (
+        columns = zip(
             _places(mine),
-            [located.parents[i : i + DIGEST] for i in range(0, len(located.parents), DIGEST)],
+            struct.unpack(f"{DIGEST}s" * len(hits), located.parents),
             located.depths.tolist(),
             located.expiries.tolist(),
             located.priorities.tolist(),
+            strict=True,
         )
-        blocks = map(FoundBlock, *columns)
+        blocks: Iterator[FoundBlock] = map(_FOUND, columns)
         if not self._ends and len(hits) == len(keys) and (located.expiries > now).all():
             found[start : start + len(keys)] = blocks
             return
@@ -415,12 +428,9 @@ class PeerTier:
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
 
 
-def _is_of(who: Identity, wish: Wish) -> bool:
-    return wish[1] is who
-
-
 def _places(keys: Sequence[BlockKey]) -> list[int]:
     """The places of blocks: for a key the same number always, which means only that the block was found once."""
-    starts = np.frombuffer(b"".join([key[:8] for key in keys]), "<i8")
+    whole = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)  # keys of one group are equally long
+    starts = np.ascontiguousarray(whole[:, :8]).view("<i8").ravel()
     places: list[int] = (starts & np.iinfo(np.int64).max).tolist()
     return places

@@ -1,8 +1,9 @@
 """Interrupts connections whose deadline has passed.
 
 A blocked ``recv`` or ``send`` has no total timeout: one byte a second keeps it going. So one thread looks at all
-connections ``_LOOKS`` times in a timeout, and interrupts those that are overdue. While no connection has a deadline, it
-sleeps.
+connections ``_LOOKS`` times in a timeout, and interrupts those that are overdue. When no connection had a deadline for
+a while, it sleeps until one has. Not at once, because to wake a thread for each request would take longer than most of
+what a lookup does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from kvtide.tiers.peers.transport import PeerConnection
 __all__ = ["Watchdog"]
 
 _LOOKS = 16
+_QUIET = 64
+"""So many times in a row no connection has a deadline before the thread sleeps."""
 
 
 class Watchdog:
@@ -55,12 +58,15 @@ class Watchdog:
             connection.interrupt()
 
     def _watch(self) -> None:
+        quiet = 0
         while not self._closed:
             with self._changed:
-                self._sleeps = True
+                self._sleeps = quiet >= _QUIET
                 idle = all(connection.due == math.inf for connection in self._connections)
+                quiet = quiet + 1 if idle else 0
+                self._sleeps = self._sleeps and idle
                 if not self._closed:
-                    self._changed.wait(None if idle else self._pause)
+                    self._changed.wait(None if self._sleeps else self._pause)
                 self._sleeps = False
                 now = time.monotonic()
                 overdue = [connection for connection in self._connections if connection.due <= now]
