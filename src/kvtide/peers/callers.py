@@ -61,6 +61,7 @@ class GreetedPeer:
         self.receive = caller.connection.receive
         self.interrupt = caller.connection.interrupt
         self.close = caller.connection.close
+        self.abort = caller.connection.abort
         self.forked = caller.connection.forked
 
     def send(self, parts: Sequence[Span | bytes]) -> None:

@@ -1,7 +1,8 @@
 """Another node as a tier: its blocks are looked up and read, and nothing is written to it or removed from it.
 
-A read asks for several blocks in one request, and receives each directly into its slot. The other node sends records,
-and here key, owner, layout and every checksum are verified before a block counts as read, exactly as from a disk.
+A read asks for several blocks in one request, sends the next request before it reads the answer, and receives each
+block directly into its slot. The other node sends records, and here key, owner, layout and every checksum are verified
+before a block counts as read, exactly as from a disk.
 
 The other node may drop, evict or lose any block at any time: then it is a miss. A node that does not answer costs those
 who wait for it one deadline, a short one for lookups; after that it is left alone (``availability.py``), and everything
@@ -23,7 +24,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +51,10 @@ from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_f
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
-from kvtide.tiers.format.record import FLAG_SEALED, Rejected
+from kvtide.tiers.format.record import FLAG_SEALED, Rejected, checksums, plain, sound
 from kvtide.tiers.peers.availability import Availability
 from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
-from kvtide.tiers.peers.protocol import LocatedBlocks, Presence, RequestCredit
+from kvtide.tiers.peers.protocol import SLOWEST, LocatedBlocks, Presence
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from kvtide.tiers.shared.io_jobs import Batch, Jobs
@@ -65,6 +66,8 @@ _SEQUENCE = 0
 _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
 _REMEMBERED = 100_000
+_JOB = 64 << 20
+"""Bytes that a connection reads for a batch at a time, in several requests."""
 _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
 _CODEC = slice(144, 146)
@@ -154,9 +157,10 @@ class PeerTier:
             self._late([item.key for item in items])
 
         self._greet()
-        credit = self._workers[1].link.credit
-        most = max(1, min(credit.blocks, credit.nbytes // max([1, *(len(item.span) for item in batch)])))
-        self._reading.submit(Batch("read", batch, self._read, size_for(OSError()), finish, late), most)
+        sizes = [len(item.span) for item in batch]
+        most = max(2, _JOB // max([1, *sizes]))
+        job = Batch("read", batch, self._read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
+        self._reading.submit(job, most)
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         """Nothing is ever written."""
@@ -339,73 +343,72 @@ class PeerTier:
         for i, item in enumerate(run):
             wanted.setdefault(item.identity, []).append(i)
         for who, numbers in wanted.items():
+            left = set(numbers)
             try:
                 if self.away:
                     raise OSError(errno.EHOSTDOWN, "the node is away")
                 self._check(who)
-                for some in self._within(worker.link.credit, [(i, len(run[i].span)) for i in numbers]):
-                    for i, size in zip(some, self._read_some([run[i] for i in some], worker), strict=True):
-                        sizes[i] = size
+                for i, size in self._read_some(run, numbers, worker):
+                    sizes[i] = size
+                    left.remove(i)
             except Exception as e:  # noqa: BLE001 - see TierCounters
-                self._failed("read", e, len(numbers))
-                for i in numbers:
+                self._failed("read", e, len(left))
+                for i in left:
                     sizes[i] = size_for(e)
         return sizes
 
-    @staticmethod
-    def _within(credit: RequestCredit, items: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-        """Divide items, of that many bytes each, into requests."""
-        some: list[int] = []
-        nbytes = 0
-        for number, size in items:
-            if some and (len(some) == credit.blocks or nbytes + size > credit.nbytes):
-                yield some
-                some, nbytes = [], 0
-            some.append(number)
-            nbytes += size
-        if some:
-            yield some
-
-    def _read_some(self, items: Sequence[Read], worker: _Worker) -> list[int]:
-        """Read blocks of one identity with one request. Raises OSError."""
-        first = usual_header(items[0])
-        pages = worker.packer.header.get(first * len(items))
-        starts = [pages[i : i + first] for i in range(0, first * len(items), first)]
-        geometry = items[0].identity.geometry
-        wanted: list[WantedBlock] = []
-        good: list[int] = []
-        sizes = [0] * len(items)
+    def _read_some(self, run: Sequence[Read], numbers: Sequence[int], worker: _Worker) -> Iterator[tuple[int, int]]:
+        """Read those blocks of ``run``, all of one identity. Says of each, when that is known, what ``_read`` returns.
+        Raises OSError."""
+        first = usual_header(run[numbers[0]])
+        pages = worker.packer.header.get(first * len(numbers))
+        wanted: list[tuple[int, WantedBlock]] = []
         now = self._clock.time()
-        for i, (item, start) in enumerate(zip(items, starts, strict=True)):
+        for n, i in enumerate(numbers):
+            item = run[i]
             if self._ends.get(item.key, math.inf) <= now or not item.wanted:
                 self._counters.failed("read", Rejected(Reason.GONE))
+                yield i, 0
                 continue
-            payload = item.span[: len(item.wanted) * geometry.stride]
-            wanted.append(WantedBlock(item.key, item.sections, start, payload))
-            good.append(i)
+            payload = item.span[: len(item.wanted) * item.identity.geometry.stride]
+            start = pages[n * first : (n + 1) * first]
+            wanted.append((i, WantedBlock(item.key, item.sections, start, payload)))
         if not wanted:
-            return sizes
-        answers = worker.link.read(items[0].identity, wanted)
-        self._availability.answered()
-        for i, block, presence in zip(good, wanted, answers, strict=True):
-            try:
-                if presence is Presence.BUSY:
-                    raise OSError(errno.EBUSY, "the node is busy")
-                if presence is Presence.MISS:
-                    raise Rejected(Reason.GONE)
-                sizes[i] = self._verified(items[i], block, worker.packer)
-            except Exception as e:  # noqa: BLE001 - see TierCounters
-                self._counters.failed("read", e)
-                if isinstance(e, Rejected):
-                    self._miss([items[i].key])
-                sizes[i] = size_for(e)
-        return sizes
+            return
+        known: list[bytes] = []
+        """The checksums of sections of the block that is arriving."""
+        requests = _within(worker.link, [block for _, block in wanted])
+        with closing(worker.link.read(run[numbers[0]].identity, requests)) as arrivals:
+            for number, presence, nbytes in arrivals:
+                self._availability.answered()
+                i, block = wanted[number]
+                if nbytes < len(block.payload) and presence is Presence.HIT:
+                    if run[i].sections is None:
+                        _verify_more(run[i], block, nbytes, known)
+                    continue
+                try:
+                    if presence is Presence.BUSY:
+                        raise OSError(errno.EBUSY, "the node is busy")
+                    if presence is Presence.MISS:
+                        raise Rejected(Reason.GONE)
+                    size = self._verified(run[i], block, worker.packer, known)
+                except Exception as e:  # noqa: BLE001 - see TierCounters
+                    self._counters.failed("read", e)
+                    if isinstance(e, Rejected):
+                        self._miss([run[i].key])
+                    size = size_for(e)
+                known.clear()
+                yield i, size
 
-    def _verified(self, item: Read, block: WantedBlock, packer: Packer) -> int:
-        """Check a record; returns its bytes. Raises Rejected."""
+    def _verified(self, item: Read, block: WantedBlock, packer: Packer, known: Sequence[bytes]) -> int:
+        """Check a record; returns its bytes. Raises Rejected. The checksums of its first sections may be ``known``."""
         start, payload = block.header, block.payload
         if start[12] & FLAG_SEALED or bytes(start[_CODEC]) != b"\0\0":
             raise Rejected(Reason.CORRUPT_HEADER)  # a node sends blocks as they are
+        names = item.identity
+        expected = _SEQUENCE, item.key, names.namespace, names.tenant, names.layout
+        if item.sections is None and sound(start, payload, names.geometry, expected, known):
+            return len(payload)
 
         def fetch(into: Sequence[Span], offset: int) -> int:
             # The sections that were wanted have arrived already, where they are wanted; nothing else has.
@@ -426,6 +429,29 @@ class PeerTier:
 
     def _no_answer(self, verb: str, count: int) -> None:
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
+
+
+def _within(link: PeerLink, blocks: Sequence[WantedBlock]) -> Iterator[list[WantedBlock]]:
+    """Divide blocks into requests, each within the credit that the other node grants when it is connected."""
+    some: list[WantedBlock] = []
+    nbytes = 0
+    for block in blocks:
+        size = len(block.payload)
+        if some and (len(some) == link.credit.blocks or nbytes + size > link.credit.nbytes):
+            yield some
+            some, nbytes = [], 0
+        some.append(block)
+        nbytes += size
+    if some:
+        yield some
+
+
+def _verify_more(item: Read, block: WantedBlock, nbytes: int, known: list[bytes]) -> None:
+    """Compute the checksums of further sections of a whole block, of which so many bytes have arrived. The rest of the
+    block is on its way meanwhile."""
+    geometry = item.identity.geometry
+    cuts = plain(geometry, len(block.header)).cuts
+    known += checksums(block.payload, cuts[len(known) : nbytes // geometry.stride])
 
 
 def _places(keys: Sequence[BlockKey]) -> list[int]:
