@@ -28,7 +28,8 @@ class Watchdog:
         self._pause = timeout / _LOOKS
         self._connections: set[PeerConnection] = set()
         self._changed = threading.Condition()
-        self._sleeps = False
+        self.sleeps = False
+        """Whether no connection has had a deadline for a while, so that nothing is looked at."""
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="kvtide-peers-watch", daemon=True)
         self._thread.start()
@@ -47,7 +48,7 @@ class Watchdog:
         """Interrupt a connection that is added, unless it gets another deadline within that many seconds."""
         connection.due = time.monotonic() + seconds
         # The thread says that it sleeps before it looks at the deadlines for the last time, so one of both sees it.
-        if self._sleeps:
+        if self.sleeps:
             with self._changed:
                 self._changed.notify()
 
@@ -61,13 +62,13 @@ class Watchdog:
         quiet = 0
         while not self._closed:
             with self._changed:
-                self._sleeps = quiet >= _QUIET
+                self.sleeps = quiet >= _QUIET
                 idle = all(connection.due == math.inf for connection in self._connections)
                 quiet = quiet + 1 if idle else 0
-                self._sleeps = self._sleeps and idle
+                self.sleeps = self.sleeps and idle
                 if not self._closed:
-                    self._changed.wait(None if self._sleeps else self._pause)
-                self._sleeps = False
+                    self._changed.wait(None if self.sleeps else self._pause)
+                self.sleeps = False
                 now = time.monotonic()
                 overdue = [connection for connection in self._connections if connection.due <= now]
             for connection in overdue:
