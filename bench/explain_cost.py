@@ -10,7 +10,7 @@ The housekeeping thread, which writes the table, is measured by itself: its CPU 
 is what the calling thread does for the records of some blocks that are evicted together, the best of 25 times.
 
 Stores go into a DRAM tier that is full, so that each new block evicts one: the dearest case, as a record is made only
-of a block that leaves the store or does not get in. ``--keep`` writes ``bench/results/explain_cost.json``.
+of a block that leaves the store or does not get in. ``--keep`` writes ``bench/results/compare/explain_cost.json``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvtide.benchmarks.record import machine
 from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.store.store import Store
 
-RESULT = Path(__file__).parent / "results" / "explain_cost.json"
+RESULT = Path(__file__).parent / "results" / "compare" / "explain_cost.json"
 MIB = 1 << 20
 SMALL = kvtide.Layout.attention(layers=1, heads=1, head_dim=64, dtype="uint8", block_tokens=16)  # 2 KiB
 LARGE = kvtide.Layout.attention(layers=16, heads=2, head_dim=64, dtype="bfloat16", block_tokens=128)  # 1 MiB
