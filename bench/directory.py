@@ -36,12 +36,12 @@ _Usage = dict[str, float]
 
 
 class _Counted(ValkeyScripts):
-    """Counts the commands that are sent."""
+    """Counts the calls: the scripts, and the lookups in partitions."""
 
-    commands = 0
+    calls = 0
 
     def run(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
-        self.commands += len(calls)
+        self.calls += len(calls)
         return super().run(calls, timeout)
 
 
@@ -192,7 +192,7 @@ def _load() -> str:
 
 
 def _nodes(settings: Settings, server: _Server) -> Iterator[BenchRecord]:
-    nbytes, commands = dict[int, float](), dict[int, float]()
+    nbytes, calls = dict[int, float](), dict[int, float]()
     rounds = settings.rounds(100, 20)
     for nodes in _NODES:
         settings.progress(f"{nodes} nodes")
@@ -204,16 +204,16 @@ def _nodes(settings: Settings, server: _Server) -> Iterator[BenchRecord]:
                 assert client.publish(member, [*keys[i::nodes], *_keys(1000)], [])
             for client, runner in clients:
                 client.holders(keys)
-                runner.commands = 0
+                runner.calls = 0
             before = server.usage()
             for turn in range(rounds):
                 assert all(clients[turn % nodes][0].holders(keys))
             after = server.usage()
             moved = sum(after[name] - before[name] for name in after if name.startswith("total_net"))
             nbytes[nodes] = moved / rounds
-            commands[nodes] = sum(runner.commands for _, runner in clients) / rounds
+            calls[nodes] = sum(runner.calls for _, runner in clients) / rounds
     few, many = min(_NODES), max(_NODES)
-    for name, values, unit in (("bytes", nbytes, "bytes"), ("commands", commands, "commands")):
+    for name, values, unit in (("bytes", nbytes, "bytes"), ("calls", calls, "calls")):
         told = ", ".join(f"{value:,.0f} {unit} with {nodes} nodes" for nodes, value in values.items())
         yield figure(
             f"directory-nodes-{name}",
@@ -223,5 +223,6 @@ def _nodes(settings: Settings, server: _Server) -> Iterator[BenchRecord]:
             bar=1.1,
             command=settings.command,
             note=f"a lookup of 512 blocks, which all nodes together hold, with {many} nodes against {few}: {told}; "
-            "all its commands are sent with one system call to each server of Valkey",
+            "a call is the list of members, or a lookup in one of 16 partitions; all calls to a server of Valkey are "
+            "sent at once",
         )

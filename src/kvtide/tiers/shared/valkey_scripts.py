@@ -36,8 +36,8 @@ class Script:
 
 @dataclass(frozen=True)
 class HashLookup:
-    """Reads fields of many hashes. It is called like a script and is none: a server runs so many HGET in less than half
-    the time, because each call from Lua to the server takes longer than what it does.
+    """Reads fields of many hashes. It is called like a script and is none: a server runs so many HGET in about half the
+    time, because each call from Lua to the server takes longer than what it does.
 
     The argument is items: the end of a hash's key, of ``suffix`` bytes, then a field, of ``field`` bytes. The reply has
     a byte for each, the length of its value in units of ``unit`` bytes, 0 if there is none; then all values.
