@@ -157,7 +157,7 @@ class _Batch:
     def single(self) -> tuple[Any, ...]:
         """The same memory, for single records: Python writes one number to it three times faster than to an array."""
         columns = self.marks, self.identities, self.owners, self.words, self.times, self.tenants
-        return tuple(memoryview(column) for column in columns)
+        return tuple(column.data for column in columns)
 
     def clear(self) -> None:
         self.late[: self.count] = False
