@@ -328,3 +328,14 @@ def test_each_tier_counts_with_its_own_speed_and_queue_and_all_at_the_same_time(
     # Two tokens a second: the fast ones are worth it, and the slow ones are quicker to compute.
     plan = planner.plan(layout, rows, np.ones(9, np.bool_), 0, PrefillCost(0.5), (0, 0), 1 << 60)
     assert (plan.blocks, plan.slower) == (4, 4)
+
+
+@pytest.mark.parametrize(("queued", "tier"), [(0, 1), (1 << 30, 2)])
+def test_of_two_nodes_the_one_is_expected_that_will_be_read_from(queued: int, tier: int) -> None:
+    """The faster one, unless too much is queued there."""
+    index = Index(tiers=3)
+    row = index.add(blocks.keys(1)[0], bytes(32), 0)
+    for number in (1, 2):
+        index.put(row, number, SEALED, 1)
+    fast, slow = Source(1, "a", known(2e9), True, lambda: queued), Source(2, "b", known(1e9), True)
+    assert Planner(index, [fast, slow]).tiers_of(np.array([row])).tolist() == [tier]

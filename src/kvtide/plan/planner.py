@@ -15,7 +15,7 @@ trial costs its prompt no more than that once, and the next plan has a better es
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvtide.block import Layout
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows, every
 from kvtide.plan.prefill import PrefillCost
+from kvtide.plan.reading_order import reading_order
 from kvtide.plan.tier_speed import Speed
 
 __all__ = ["Plan", "Planner", "PlannerStatistics", "Source"]
@@ -65,6 +66,8 @@ class Source:
     speed: Speed
     node: bool = False
     """Whether it is another node: of several that have a block, the fastest is read from."""
+    queued: Callable[[], int] = lambda: 0
+    """The bytes that wait to be read from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +145,13 @@ class Planner:
         order = [*enumerate(self._sources, 1)]
         if self._nodes < 2:
             return order
-        nodes = iter(sorted((pair for pair in order if pair[1].node), key=lambda pair: pair[1].speed.seconds(1)))
-        return [next(nodes) if pair[1].node else pair for pair in order]
+        return [
+            *reading_order(
+                order,
+                lambda pair: pair[1].node,
+                lambda pair, nbytes: pair[1].speed.seconds(pair[1].queued() + nbytes),
+            )
+        ]
 
     def plan(
         self,

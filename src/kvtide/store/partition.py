@@ -183,9 +183,7 @@ class Partition:
             self.pending_blocks = PendingBlocks(
                 self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.nodes
             )
-            self.planner = Planner(
-                self.index, [Source(c.number, c.name, c.lane.read_speed, c.read_only) for c in self.colds]
-            )
+            self.planner = Planner(self.index, [_source(cold) for cold in self.colds])
             self._learning_thread = LearningThread(self._uses)
             self._running.callback(again_if_interrupted, self._learning_thread.close)
             self.index.on_earlier_expiry = self.index.absence_log.on_full = self._housekeeper.wake
@@ -389,6 +387,7 @@ class Partition:
         own, lease = self.context.name, settings.lease
         nodes = NodeSearch(positions, directory, endings, own, lease, settings.directory, self.clock)
         nodes.forget = lambda name: self.pending_blocks.removed(name, None)
+        nodes.release = lambda name, promised: self.pending_blocks.release(name, promised=promised)
         self._running.callback(again_if_interrupted, nodes.close)
         return nodes
 
@@ -706,6 +705,11 @@ class Partition:
 def _seconds_left(end: float | None) -> float | None:
     """Seconds left until ``end``; None means no limit."""
     return None if end is None else max(0.0, end - time.monotonic())
+
+
+def _source(cold: ColdTier) -> Source:
+    lane = cold.lane
+    return Source(cold.number, cold.name, lane.read_speed, cold.read_only, lambda: lane.read_bytes)
 
 
 def _wait_for(ended: SimpleQueue[int], timeout: float | None) -> int | None:

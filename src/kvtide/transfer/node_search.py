@@ -10,9 +10,18 @@ round trip. One that does not answer costs one deadline of ``DEADLINE`` seconds,
 4 s and so on (``Availability``); the nodes that are known and bound are asked meanwhile, all of them.
 
 A member is asked through a *position* (``tiers/peers/position.py``), of which there are fewer than there may be
-members. One thread (``_calls``) binds positions: first those that are bound to nobody, then the one that was not used
-for the longest time and has nothing to read. Before a position is bound to another node, the index forgets what was
-found at the earlier one. The speed that was measured for a node is kept for when it is bound again.
+members. One thread (``_calls``) binds positions: first those that are bound to nobody, then the one at which nothing
+was found for the longest time. Before a position is bound to another node, the index forgets what was found at the
+earlier one. So a position is not taken while a request to its node is under way, or while a caller holds a match of
+blocks that have yet to be read from it; nor within ``_SETTLED`` seconds after such blocks were found, for whoever waits
+for them begins to hold them then. If no position can be taken, a block that only an unbound node has is not found, at
+once. The speed that was measured for a node is kept for when it is bound again.
+
+The list of members may be wrong too: a Valkey that was restarted has an empty one until all nodes have joined again. So
+a bound node that answers is asked for one lease more after it was last listed.
+
+Locks: that of a place is taken before the index lock, never the other way round. A search may begin with the index lock
+held; nothing is found before that call returns.
 """
 
 from __future__ import annotations
@@ -21,7 +30,6 @@ import functools
 import logging
 import math
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,9 +65,10 @@ _ROUNDS = 2
 """How often other holders are asked, if those that were chosen do not have the blocks."""
 _ROUND_TRIP, _CONNECTING = 0.001, 0.004
 """Seconds expected for a request to a node that was not measured yet, and for binding a position to it."""
-_SETTLED = 0.05
-"""Seconds for which a position stays with its node at least after it was used: who found a block there begins to read
-it."""
+_SETTLED = 1.0
+"""Seconds for which a position stays with its node after blocks were found there, unless they were all read before."""
+_JOINED = 4096
+"""Blocks that the directory is asked for at a time, if several searches wait for it."""
 _WEIGHT = 0.2
 _DOUBT, _LEAST = 0.5, 0.01
 """The weight of the last answer of a member for whether it is believed to have what it is said to have; and the least
@@ -113,7 +122,9 @@ class _Place:
         self.cold = cold
         self.position = position
         self.used = -math.inf
-        """When something was last asked of it."""
+        """When something was last found there."""
+        self.lock = threading.Lock()
+        """Held while something that was found there is entered, and while the node is replaced."""
 
 
 class _Question:
@@ -126,6 +137,13 @@ class _Question:
         self.holders: list[list[int]] = []
         """For each block the members that may be asked for it, by number. Empty: all members are asked."""
         self.nbytes = sum(who.geometry.footprint for _, who in wanted) / max(1, len(wanted))
+        self.answer: list[tuple[int, ...]] | None = None
+        """The directory's, if it was ``asked``. None: it did not answer. Empty: all members are to be asked."""
+        self.asked = False
+        self.due = math.inf
+        """When it has waited long enough for positions to be bound."""
+        self.guessed = False
+        """Whether members were asked that the directory did not name, because it has lost something."""
         self.rounds = 0
         self.unanswered = 0
         self.lock = threading.Lock()
@@ -147,12 +165,15 @@ class NodeSearch:
         """``where`` the directory is, for messages."""
         self.forget: Callable[[str], None] = lambda _: None
         """Called when nothing that was found in a tier of that name is there any more."""
+        self.release: Callable[[str, bool], bool] = lambda *_: True
+        """The same, unless a caller was promised some of that. See ``PendingBlocks.release``."""
         self._places = [_Place(cold, position) for cold, position in positions]
         self._few = min(_FEW, len(positions))
         self._directory = directory
         self._endings = endings
         self._own = own
         self._clock = clock
+        self._lease = lease
         self._interval = min(_OLDEST, max(_FRESHEST, lease / 4))
         self._availability = Availability(where, clock, "directory of nodes")
         self._members: Mapping[int, Member] | None = None
@@ -160,6 +181,13 @@ class NodeSearch:
         self._due = -math.inf
         """When the list of members is to be fetched again."""
         self._fetching = False
+        """Only used by the thread that binds, and when that has begun to fetch the list, until it has ended."""
+        self._listed: dict[int, float] = {}
+        """By epoch: when a member was last listed."""
+        self._unlisted: set[int] = set()
+        """Numbers of members that are not listed, and are asked still."""
+        self._waiting: dict[_Question, None] = {}
+        """Questions that wait for the directory."""
         self._refused: set[int] = set()
         """Epochs of members that were replaced."""
         self._absent: dict[BlockKey, float] = {}
@@ -187,6 +215,8 @@ class NodeSearch:
         self._keep_fresh()
         self._greet_away()
         if self._needs_directory:
+            with self._lock:
+                self._waiting[question] = None
             batch = Batch("holders", [question], self._look_up, None, functools.partial(self._looked_up, question))
             self._jobs.submit(batch)
         else:
@@ -216,17 +246,22 @@ class NodeSearch:
     # -- the list of members ------------------------------------------------------------------------------
 
     def _keep_fresh(self) -> None:
-        """Fetch the list of members if that is due. Does not wait."""
-        if self._clock.monotonic() < self._due:
+        """Fetch the list of members if that is due. Does not wait, and may be interrupted anywhere."""
+        now = self._clock.monotonic()
+        if now >= self._due:
+            self._due = now + _FRESHEST  # whatever becomes of this call, there is another one then
+            self._calls.put(self._fetch_soon)
+
+    def _fetch_soon(self) -> None:
+        """Only on the thread that binds: no caller interrupts it."""
+        if self._fetching or (self._availability.away and not self._availability.try_again()):
             return
-        with self._lock:
-            mine, self._fetching = not self._fetching, True
-        if not mine:
-            return
-        if self._availability.away and not self._availability.try_again():
+        self._fetching = True
+        try:
+            self._jobs.submit(Batch("members", [None], self._fetch, False, self._fetched))
+        except BaseException:
             self._fetching = False
-            return
-        self._jobs.submit(Batch("members", [None], self._fetch, False, self._fetched))
+            raise
 
     def _fetch(self, _: Sequence[None], directory: BlockDirectory) -> list[bool]:
         try:
@@ -246,12 +281,32 @@ class NodeSearch:
 
     def _fetch_members(self, directory: BlockDirectory) -> None:
         found = directory.members()
-        epochs = {member.epoch for member in found.values()}
-        self._refused &= epochs
-        self._members = {
+        now = self._clock.monotonic()
+        unlisted = self._still_asked(found, now)
+        self._listed = {member.epoch: self._listed[member.epoch] for member in unlisted.values()}
+        self._listed |= dict.fromkeys([member.epoch for member in found.values()], now)
+        self._refused &= self._listed.keys()
+        self._unlisted = {*unlisted}
+        self._members = unlisted | {
             number: member
             for number, member in found.items()
             if member.name != self._own and member.epoch not in self._refused
+        }
+
+    def _still_asked(self, found: Mapping[int, Member], now: float) -> dict[int, Member]:
+        """Members that are missing from a list, and are believed to live all the same: see the module's docstring.
+        One whose number was given to another gets its epoch for a number, which is greater than any number."""
+        bound = {
+            p.member.epoch for p in (place.position for place in self._places) if p.member is not None and not p.away
+        }
+        names, addresses = {m.name for m in found.values()}, {m.address for m in found.values()}
+        return {
+            member.epoch if member.number in found else member.number: member
+            for member in (self._members or {}).values()
+            if member.epoch in bound
+            and member.name not in names
+            and member.address not in addresses
+            and now < self._listed.get(member.epoch, -math.inf) + self._lease
         }
 
     def _failed(self, e: Exception, *, trial: bool = False) -> None:
@@ -263,29 +318,55 @@ class NodeSearch:
         self._availability.failed(e, trial=trial)
 
     def _late(self, verb: str, count: int) -> None:
-        """A question to the directory was not answered in time."""
-        self._failed(TimeoutError("it does not answer"), trial=verb == "members")
+        """A question to the directory was not answered in time. One that was not even asked says nothing about it."""
+        if self._jobs.hangs or (verb == "members" and self._availability.away):
+            self._failed(TimeoutError("it does not answer"), trial=verb == "members")
 
     # -- asking -------------------------------------------------------------------------------------------
 
     def _look_up(self, questions: Sequence[_Question], directory: BlockDirectory) -> list[list[tuple[int, ...]] | None]:
-        """The holders of a question's blocks; none at all if there are so few members that all are asked."""
+        """The holders of a question's blocks; none at all if there are so few members that all are asked.
+
+        What waits meanwhile is asked together with it, and has its answer when its turn comes."""
         (question,) = questions
-        try:
-            if self._members is None:
-                self._fetch_members(directory)
-            if len(self._members or ()) <= self._few:
-                return [[]]
-            holders = directory.holders([key for key, _ in question.left.values()])
-        except Exception as e:  # noqa: BLE001 - whatever it is, it must not end the thread
-            self._failed(e)
-            return [None]
+        if not question.asked:
+            try:
+                self._look_up_all(self._with_waiting(question), directory)
+            except Exception as e:  # noqa: BLE001 - whatever it is, it must not end the thread
+                self._failed(e)
+        return [question.answer]
+
+    def _with_waiting(self, question: _Question) -> list[_Question]:
+        together, count = [question], len(question.left)
+        with self._lock:
+            self._waiting.pop(question, None)
+            for other in [*self._waiting]:
+                count += len(other.left)
+                if count > _JOINED:
+                    break
+                together.append(other)
+                del self._waiting[other]
+        for one in together:
+            one.asked = True
+        return together
+
+    def _look_up_all(self, together: Sequence[_Question], directory: BlockDirectory) -> None:
+        if self._members is None:
+            self._fetch_members(directory)
+        if len(self._members or ()) <= self._few:
+            for question in together:
+                question.answer = []
+            return
+        holders = iter(directory.holders([key for question in together for key, _ in question.left.values()]))
+        for question in together:
+            question.answer = [next(holders) for _ in question.left]
         self._availability.answered()
         with self._lock:
             self._lookups += 1
-        return [holders]
 
     def _looked_up(self, question: _Question, results: Sequence[list[tuple[int, ...]] | None]) -> None:
+        with self._lock:
+            self._waiting.pop(question, None)
         holders = results[0]
         if holders:
             members = self._members or {}
@@ -297,11 +378,15 @@ class NodeSearch:
             self._put(question, self._bind_all_and_ask)
 
     def _put(self, question: _Question, call: Callable[[_Question], None]) -> None:
-        """Go on with a question on the thread that binds positions."""
+        """Go on with a question on the thread that binds positions; if that takes too long, nothing more is found."""
+        question.due = min(question.due, self._clock.monotonic() + DEADLINE)
 
         def run() -> None:
             try:
-                call(question)
+                if self._clock.monotonic() < question.due:
+                    call(question)
+                else:
+                    self._over(question)
             except BaseException:
                 question.ended()  # else others would wait for this search for ever
                 raise
@@ -350,7 +435,6 @@ class NodeSearch:
         question.unanswered = len(asked)
         began = self._clock.monotonic()
         for place, wishes in asked:
-            place.used = began
             done = functools.partial(self._answer, question, place, place.position.member, wishes, began)
             place.position.find(wishes, done)
 
@@ -369,11 +453,14 @@ class NodeSearch:
             seconds = self._clock.monotonic() - began
             before = self._round_trips.get(member.address, seconds)
             self._round_trips[member.address] = before + _WEIGHT * (seconds - before)
-        if here and place.position.member == member:
-            question.found(place.cold, here)
+        if here:
+            with place.lock:
+                if _same(place.position.member, member):
+                    place.used = self._clock.monotonic()
+                    question.found(place.cold, here)
         if place.position.replaced:
             self._calls.put(self._rebind)
-        if member is not None and question.holders and not place.position.away:
+        if member is not None and question.holders and not question.guessed and not place.position.away:
             before = self._truth.get(member.address, 1.0)
             self._truth[member.address] = before + _DOUBT * (len(here) / len(wishes) - before)
             with self._lock:
@@ -390,7 +477,20 @@ class NodeSearch:
         more = question.holders and any(question.holders[i] for i in question.left)
         if more and question.rounds < _ROUNDS:
             self._ask_holders(question)
-            return
+        elif question.holders and question.left and not question.guessed and (unlisted := self._unlisted_places()):
+            question.guessed = True
+            self._ask(question, [(place, list(question.left.values())) for place in unlisted])
+        else:
+            self._over(question)
+
+    def _unlisted_places(self) -> list[_Place]:
+        if not self._unlisted:
+            return []
+        bound = self._by_number()
+        return [bound[n] for n in self._unlisted if n in bound and not bound[n].position.away]
+
+    def _over(self, question: _Question) -> None:
+        """What is left was not found."""
         if len(self._absent) + len(question.left) >= REMEMBERED:
             self._absent.clear()
         until = self._clock.monotonic() + _ABSENT
@@ -400,13 +500,16 @@ class NodeSearch:
     # -- positions ----------------------------------------------------------------------------------------
 
     def _by_number(self) -> dict[int, _Place]:
-        bound = [(place, place.position.member) for place in self._places]
-        return {member.number: place for place, member in bound if member is not None}
+        """The positions that are bound to members, by the members' numbers."""
+        by_epoch = {member.epoch: place for place in self._places if (member := place.position.member) is not None}
+        members = (self._members or {}).items()
+        return {number: by_epoch[member.epoch] for number, member in members if member.epoch in by_epoch}
 
     def _place_of(self, number: int) -> _Place | None:
         """The position that is bound to a member."""
-        place, member = self._by_number().get(number), (self._members or {}).get(number)
-        return place if place is not None and place.position.member == member else None
+        if (member := (self._members or {}).get(number)) is None:
+            return None
+        return next((place for place in self._places if place.position.member == member), None)
 
     def _seconds(self, nbytes: float, bound: Mapping[int, _Place], number: int, blocks: int) -> float:
         """Expected seconds to find and read so many blocks, of ``nbytes`` each, from a member; more if it lately had
@@ -432,16 +535,20 @@ class NodeSearch:
             member = place.position.member
             if member is None:
                 continue
+            again = next((m for m in members.values() if m != member and _same(m, member)), None)
+            if again is not None and not place.position.replaced:
+                place.position.rename(again)  # it has joined again
+                continue
             if place.position.replaced:
                 self._refused.add(member.epoch)
                 self._members = members = {n: m for n, m in members.items() if m.epoch != member.epoch}
                 with self._lock:
                     self._replaced += 1
-            if members.get(member.number) != member:
-                self._bind(place, None)
+            if member not in members.values():
+                self._unbind(place)
         if len(members) <= self._few:
-            for member in members.values():
-                if self._place_of(member.number) is None:
+            for number, member in members.items():
+                if self._place_of(number) is None:
                     self._bind_one(member, members)
 
     def _bind_one(self, member: Member, needed: Iterable[int]) -> None:
@@ -450,39 +557,50 @@ class NodeSearch:
             self._bind(place, member)
 
     def _free_place(self, needed: set[int]) -> _Place | None:
-        """A position that is bound to no member, or to one that is not needed. May wait a moment."""
-        bound = [(place, place.position.member) for place in self._places]
-        for place, member in bound:
-            if member is None:
+        """A position that is bound to no member now, though it may have been until then. Does not wait."""
+        keep = {number: place for number, place in self._by_number().items() if number in needed}.values()
+        for place in self._places:
+            if place.position.member is None:
                 return place
-        others = [place for place, member in bound if member is not None and member.number not in needed]
-        for place in sorted(others, key=lambda place: place.used):
-            left = place.used + _SETTLED - self._clock.monotonic()
-            if left > 0:
-                time.sleep(min(_SETTLED, left))
-            if not place.cold.lane.read_bytes:
-                return place
-        return None
+        others = [place for place in self._places if place not in keep]
+        return next((place for place in sorted(others, key=lambda place: place.used) if self._taken(place)), None)
 
-    def _bind(self, place: _Place, member: Member | None) -> None:
-        """Only on the thread that binds."""
-        before, speed = place.position.member, place.cold.lane.read_speed
-        if before is not None:
-            place.position.bind(None)
+    def _taken(self, place: _Place) -> bool:
+        """Unbind a position, unless that would take away what a caller was promised."""
+        with place.lock:
+            if place.cold.lane.read_bytes or place.position.busy:
+                return False
+            if not self.release(place.cold.name, self._clock.monotonic() < place.used + _SETTLED):
+                return False
+            self._unbound(place)
+        return True
+
+    def _unbind(self, place: _Place) -> None:
+        """Take a position from a node that is gone."""
+        with place.lock:
+            self._unbound(place)
             self.forget(place.cold.name)
-        after = SpeedState() if member is None else self._speeds.get(member.address, SpeedState())
-        measured = speed.replace(after)
-        if before is not None:
-            if len(self._speeds) >= _KNOWN:
-                self._speeds.clear()
-                self._round_trips.clear()
-                self._truth.clear()
-            self._speeds[before.address] = measured
+
+    def _unbound(self, place: _Place) -> None:
+        """Only on the thread that binds, with the lock of the place."""
+        before = place.position.member
+        place.position.bind(None)
+        measured = place.cold.lane.read_speed.replace(SpeedState())
         place.used = -math.inf
-        if member is not None:
-            place.position.bind(member)
-            with self._lock:
-                self._bound += 1
+        if before is None:
+            return
+        if len(self._speeds) >= _KNOWN:
+            self._speeds.clear()
+            self._round_trips.clear()
+            self._truth.clear()
+        self._speeds[before.address] = measured
+
+    def _bind(self, place: _Place, member: Member) -> None:
+        """Bind a position that is bound to none. Only on the thread that binds."""
+        place.cold.lane.read_speed.replace(self._speeds.get(member.address, SpeedState()))
+        place.position.bind(member)
+        with self._lock:
+            self._bound += 1
 
     # -- statistics, closing ------------------------------------------------------------------------------
 
@@ -512,3 +630,8 @@ class NodeSearch:
         self._jobs.close()
         self._calls.close(DEADLINE)
         self._directory.close()
+
+
+def _same(one: Member | None, other: Member | None) -> bool:
+    """Whether two members are the same opened store, which may have joined again between."""
+    return one is not None and other is not None and (one.name, one.address) == (other.name, other.address)

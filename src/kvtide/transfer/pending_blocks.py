@@ -241,6 +241,28 @@ class PendingBlocks:
                     self._counts[TierCount.BLOCKS_EVICTED.of(tier)] += sum(len(event.keys) for event in events)
             self._feed.publish([*events])
 
+    def release(self, tier: str, *, promised: bool) -> bool:
+        """Forget what was found in a tier, unless a caller was promised some of it: holds a match of it, and memory
+        lacks it. ``promised``: whether all of it counts so, because it was found just now. Returns whether all is
+        forgotten. Nothing may be found there meanwhile."""
+        index = self._index
+        cold = next(cold for cold in self._tiers if cold.name == tier)
+        rows = np.flatnonzero(
+            index.state[cold.number][: index.size] == SEALED
+        )  # without the lock: rows that are found are checked again
+        for strike in (False, True):
+            for some in slices(rows):
+                events: list[BlockRemoved] = []
+                with index.lock:
+                    state, memory = index.state[cold.number], index.state[DRAM]
+                    unread = some[(state[some] == SEALED) & (memory[some] != SEALED)]
+                    if len(unread) and (promised or index.holds[unread].any()):
+                        return False
+                    if strike:
+                        events = self._strike(cold, some, "forgotten")
+                self._feed.publish([*events])
+        return True
+
     def _strike(self, cold: ColdTier, rows: Rows, reason: str) -> list[BlockRemoved]:
         """Record that a tier no longer has these rows; rows in no other tier are removed. Call with the lock held."""
         index = self._index

@@ -6,7 +6,9 @@ when it is bound. A position that is bound to no node has nothing, and costs no 
 
 A block that was found at the earlier node may still be read from a position: the other node is asked then, which has
 the same block, verified like any, or not. So nothing can go wrong but a miss. An earlier tier is closed when what was
-asked of it has ended, on a thread that nobody waits for."""
+asked of it has ended, on a thread that nobody waits for. What it has counted is part of the statistics all the time.
+
+A caller may be interrupted anywhere. So every wait for requests ends some time, also for one that never ends."""
 
 from __future__ import annotations
 
@@ -40,6 +42,9 @@ from kvtide.tiers.peers.tier import PeerTier
 
 __all__ = ["PeerPosition"]
 
+_LONGEST = 300.0
+"""Seconds that an earlier tier is kept for its requests. All have shorter deadlines: this is in case that one never
+ends."""
 _NOTHING = TierStatistics(blocks=0, bytes_used=0, bytes_taken=0, budget=0)
 
 
@@ -51,9 +56,11 @@ class PeerPosition:
         self._endings = endings
         self._tier: PeerTier | None = None
         self._earlier = _NOTHING
-        """What the tiers of earlier nodes have counted."""
-        self._busy: Counter[PeerTier] = Counter()
-        """Requests that have not ended."""
+        """What the tiers of earlier nodes have counted that are closed."""
+        self._ending: list[PeerTier] = []
+        """Tiers of earlier nodes that are not closed yet."""
+        self._busy: dict[object, PeerTier] = {}
+        """Requests that have not ended, and whom they were sent to."""
         self._changed = threading.Condition()
         self._closing: list[threading.Thread] = []
         self._closed = False
@@ -68,6 +75,13 @@ class PeerPosition:
         return f"<PeerPosition {self._tier or 'without a node'}>"
 
     @property
+    def busy(self) -> bool:
+        """Whether a request to the node has not ended."""
+        tier = self._tier
+        with self._changed:
+            return tier is not None and tier in self._busy.values()
+
+    @property
     def away(self) -> bool:
         """Whether no node is asked now."""
         tier = self._tier
@@ -76,7 +90,8 @@ class PeerPosition:
     @property
     def used(self) -> bool:
         """Whether it was ever bound to a node."""
-        return self._tier is not None or self._earlier is not _NOTHING
+        with self._changed:
+            return self._tier is not None or bool(self._ending) or self._earlier is not _NOTHING
 
     @property
     def replaced(self) -> bool:
@@ -101,61 +116,80 @@ class PeerPosition:
                 old = new
             else:
                 old, self._tier, self.member = self._tier, new, member
-        if old is not None:
-            thread = threading.Thread(target=self._end, args=(old,), name="kvtide-peer-end", daemon=True)
-            self._closing = [*(t for t in self._closing if t.is_alive()), thread]
-            thread.start()
+            if old is not None:
+                self._end_later(old)
+
+    def rename(self, member: Member) -> None:
+        """The node that it is bound to has joined again: it is another member now, and the same store."""
+        with self._changed:
+            if self._tier is not None:
+                self.member = member
+
+    def _end_later(self, tier: PeerTier) -> None:
+        """Close an earlier tier in the background. Call with the lock held."""
+        self._ending.append(tier)
+        thread = threading.Thread(target=self._end, args=(tier,), name="kvtide-peer-end", daemon=True)
+        thread.start()
+        self._closing = [*(t for t in self._closing if t.is_alive()), thread]
 
     def _end(self, tier: PeerTier) -> None:
-        """Close an earlier tier, when nobody waits for it any more: every request has a deadline."""
+        """Close an earlier tier, when nobody waits for it any more, or nobody may."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy[tier])
-            del self._busy[tier]
-        tier.close()
+            self._changed.wait_for(lambda: self._closed or tier not in self._busy.values(), _LONGEST)
+        tier.close()  # waits for what was asked of it, as long as its deadlines last
         with self._changed:
+            self._ending.remove(tier)
             self._earlier = _sum(self._earlier, tier.statistics())
 
-    def _begin(self) -> PeerTier | None:
+    def _begin(self, request: object) -> PeerTier | None:
         with self._changed:
             if (tier := self._tier) is not None:
-                self._busy[tier] += 1
+                self._busy[request] = tier
             return tier
 
-    def _ended(self, tier: PeerTier) -> None:
+    def _ended(self, request: object) -> None:
         with self._changed:
-            self._busy[tier] -= 1
+            self._busy.pop(request, None)
             self._changed.notify_all()
 
     # -- the contract of a tier ---------------------------------------------------------------------------
 
     def read(self, batch: Sequence[Read], done: ReadDone) -> None:
-        tier = self._begin()
-        if tier is None:
-            done([False] * len(batch))
-            return
+        request = object()
 
         def ended(results: Sequence[ReadResult]) -> None:
             try:
                 done(results)
             finally:
-                self._ended(tier)
+                self._ended(request)
 
-        tier.read(batch, ended)
+        try:
+            if (tier := self._begin(request)) is not None:
+                tier.read(batch, ended)
+                return
+        except BaseException:
+            self._ended(request)
+            raise
+        done([False] * len(batch))
 
     def find(self, options: Sequence[Wish], done: Callable[[Sequence[FoundBlock | None]], None]) -> None:
         """See ``tiers.base.Searched``."""
-        tier = self._begin()
-        if tier is None:
-            done([None] * len(options))
-            return
+        request = object()
 
         def ended(found: Sequence[FoundBlock | None]) -> None:
             try:
                 done(found)
             finally:
-                self._ended(tier)
+                self._ended(request)
 
-        tier.find(options, ended)
+        try:
+            if (tier := self._begin(request)) is not None:
+                tier.find(options, ended)
+                return
+        except BaseException:
+            self._ended(request)
+            raise
+        done([None] * len(options))
 
     def absent(self, key: BlockKey, who: Identity) -> bool:
         """See ``tiers.base.Searched``."""
@@ -195,15 +229,18 @@ class PeerPosition:
 
     def statistics(self) -> TierStatistics:
         with self._changed:
-            tier, earlier = self._tier, self._earlier
-        return earlier if tier is None else _sum(earlier, tier.statistics())
+            total = self._earlier
+            for tier in (*self._ending, *([] if self._tier is None else [self._tier])):
+                total = _sum(total, tier.statistics())
+            return total
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             tier, self._tier = self._tier, None
-        if tier is not None:
-            tier.close()  # waits for what was asked of it
+            if tier is not None:
+                self._end_later(tier)
+            self._changed.notify_all()
         for thread in self._closing:
             thread.join()
 
