@@ -32,8 +32,8 @@ def drain(
 
     Other nodes find it no more. It goes on serving its clients, and what other nodes are reading. The blocks in its
     memory that are in no shared storage are written there, the hottest first. Ctrl-C ends that, and the node is a
-    member again; after the end of this command, stop the node with kvtide stop. A node that was given more blocks since,
-    or could not write all, may be drained again.
+    member again; after the end of this command, stop the node with kvtide stop. A node that was given more blocks
+    since, or could not write all, may be drained again.
     """
     from kvtide.errors import ConfigError, TierError
     from kvtide.node.client.client import Client
