@@ -6,8 +6,8 @@
 
 The nodes are stores in this process, with real sockets; the directory is a real Valkey. *new*: a prompt of three blocks
 that nobody has; *found*: one that two nodes have. The time is that of a match until it is known, on a busy machine as
-it is: compare lines of one run with each other. The bytes are those of locate requests and of the questions to the
-directory, without their heads.
+it is: compare lines of one run with each other. The bytes are those of locate requests to nodes, without their heads;
+questions to the directory are counted, and not their bytes.
 """
 
 from __future__ import annotations

@@ -271,7 +271,8 @@ class Peers(_Section, frozen=True):
     most: Annotated[
         int,
         _plain(
-            "The most nodes of peers.directory that are read from at a time; others replace them when they are needed.",
+            "The most nodes of peers.directory that are read from at a time; others replace them when they are needed. "
+            "Each takes 9 bytes of memory for every block that the index has room for, also if it is never needed.",
             ge=1,
             le=32,
         ),

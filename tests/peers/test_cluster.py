@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtide import Session, Store, Tenant
+from kvtide.block import BlockKey
 from kvtide.errors import ConfigError
+from kvtide.store.node_statistics import DrainStatistics
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
 from kvtide.transfer.node_search import ClusterStatistics
 from tests.peers.cluster import Cluster, Part
@@ -86,9 +89,7 @@ def test_a_dead_node_costs_its_own_blocks_only(cluster: Cluster, count: int) -> 
         for n in range(count):
             until(lambda n=n: found(session, prompt(n)))  # type: ignore[misc]
         parts[0].die()
-        began = time.monotonic()
         assert length(session, prompt(10)) == 0
-        assert time.monotonic() - began < 10, "a deadline, and not for ever"
         assert found(session, prompt(0)), "what was read is here"
         for n in range(1, count):
             until(lambda n=n: found(session, prompt(10 + n)))  # type: ignore[misc]
@@ -171,11 +172,10 @@ def test_a_directory_that_hangs_costs_one_deadline(cluster: Cluster) -> None:
     with reader.session(MODEL) as session:
         until(lambda: found(session, prompt(0)))
         cluster.valkey.hold()
-        began = time.monotonic()
         for n in range(30):
             length(session, prompt(1000 + n))
-        assert time.monotonic() - began < 10, "not a deadline for each of thirty prompts"
         assert seen(reader).away
+        assert seen(reader).failures < 10, "not a deadline for each of thirty prompts"
         until(lambda: found(session, prompt(10)))
         cluster.valkey.resume()
         until(lambda: found(session, prompt(14)))
@@ -185,10 +185,9 @@ def test_without_a_directory_there_is_nothing_to_wait_for(cluster: Cluster) -> N
     cluster.valkey.kill()
     reader = cluster.reader()
     with reader.session(MODEL) as session:
-        began = time.monotonic()
         for n in range(30):
             assert length(session, prompt(n)) == 0
-        assert time.monotonic() - began < 10
+        assert seen(reader).away
         cluster.valkey.start()
         part = cluster.part()
         keep(part, prompt(1))
@@ -333,3 +332,72 @@ def test_settings_that_contradict_each_other(cluster: Cluster, peers: dict[str, 
 def test_an_address_that_others_cannot_use_is_not_announced(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match=r"peers\.announce"):
         cluster.part(listen="0.0.0.0:0")
+
+
+def test_a_drain_goes_on_with_what_came_meanwhile(cluster: Cluster, tmp_path: Path, monkeypatch: Any) -> None:
+    """The node is stored to while it drains; other nodes are no storage."""
+    other = cluster.part()
+    keep(other, prompt(5))
+    part = cluster.part(files={"path": str(tmp_path / "shared"), "store": "second-touch"})
+    keep(part, prompt(1, 2, 3))
+    with part.store.session(MODEL) as session:
+        until(lambda: found(session, prompt(5)))
+        begun = part.store.main.pipeline.write_to_shared
+
+        def busy(tried: set[BlockKey]) -> Iterator[int]:
+            for n, written in enumerate(begun(tried)):
+                if not n and len(tried) == 4:
+                    session.store(prompt(7, 8), data(PLAIN, prompt(7, 8)))
+                yield written
+
+        monkeypatch.setattr(part.store.main.pipeline, "write_to_shared", busy)
+        part.node.drain()
+
+        def drained() -> DrainStatistics | None:
+            draining = part.node.statistics().draining
+            return draining if draining is not None and draining.done else None
+
+        until(lambda: drained() is not None)
+        done = drained()
+        assert done == DrainStatistics(6, 6, True, ["files"])
+        counts = part.store.statistics().counts
+        assert counts["blocks written to files"] == 6
+
+
+def test_a_drain_that_fails_says_so(cluster: Cluster, tmp_path: Path, monkeypatch: Any) -> None:
+    part = cluster.part(files={"path": str(tmp_path / "shared"), "store": "second-touch"})
+    keep(part, prompt(1))
+
+    def broken() -> int:
+        raise OSError("no way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(part.store.main.pipeline, "count_unshared", broken)
+        part.node.drain()
+        until(lambda: (draining := part.node.statistics().draining) is not None and draining.done)
+    draining = part.node.statistics().draining
+    assert draining is not None
+    assert draining.failed == "no way"
+    part.node.drain()
+    until(lambda: (draining := part.node.statistics().draining) is not None and draining.done)
+    assert part.node.statistics().draining == DrainStatistics(1, 1, True, ["files"])
+
+
+@pytest.mark.parametrize("when", ["through", "ghost"])
+def test_with_a_list_of_addresses_what_a_node_holds_is_written_as_ever(
+    cluster: Cluster, tmp_path: Path, when: str
+) -> None:
+    one, server = cluster.stores.serving(peers={"directory": ""})
+    with one.session(MODEL) as session:
+        session.store(prompt(*range(8)), data(PLAIN, prompt(*range(8))))
+    disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "8MiB", "store": when}
+    reader = cluster.stores.store(server.address, nvme=disk, peers={"directory": ""})
+    with reader.session(MODEL) as session:
+        assert found(session, prompt(*range(8)))
+        session.store(prompt(*range(9)), data(PLAIN, prompt(*range(9))))
+        assert reader.flush(30).complete
+        stored = reader.statistics().tiers["nvme"].blocks
+        session.match(prompt(*range(8), 70)).release()
+        assert reader.flush(30).complete
+        # through: what was computed here, and nothing for a second request; ghost: the prompt, when it was stored
+        assert (stored, reader.statistics().tiers["nvme"].blocks) == ((1, 1) if when == "through" else (9, 9))

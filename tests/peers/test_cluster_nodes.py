@@ -7,8 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from kvtide.node.client.client import Client
 from kvtide.store.node_statistics import ClusterServing
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
-from kvtide.testing.servers import free_ports
+from kvtide.testing.servers import ValkeyServer, free_ports
 from tests.node.serving import Process
 from tests.peers.nodes import token
 
@@ -173,18 +173,111 @@ def test_a_drained_node_is_not_found_and_has_written_its_blocks(tmp_path: Path) 
         assert found(one, prompt(*range(20))), "from shared storage"
 
 
-def test_an_interrupted_drain_makes_the_node_a_member_again(nodes: Nodes, tmp_path: Path) -> None:
-    nodes.node("one")
-    two = nodes.node("two")
-    until(lambda: serving(two).epoch > 0)
-    with Client(two.path) as client:
-        assert client.drain()
-        until(lambda: (draining := serving(two).draining) is not None and draining.done)
+def test_a_drain_can_be_repeated(tmp_path: Path) -> None:
+    """The node goes on serving, so it may have been given more."""
+    with ExitStack() as stack:
+        files = {"KVTIDE_FILES_PATH": str(tmp_path / "shared"), "KVTIDE_FILES_STORE": "second-touch"}
+        nodes = Nodes(tmp_path, stack, **files)
+        one, two = nodes.node("one"), nodes.node("two")
+        keep(two, prompt(*range(20)))
+        assert nodes.command("drain", str(two.path)).returncode == 0
+        keep(two, prompt(*range(50, 80)))
+        done = nodes.command("drain", str(two.path))
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert done.stdout.splitlines()[-2:] == ["30 of 30 blocks are in files", "drained: the node may be stopped"]
+        two.kill()
+        assert found(one, prompt(*range(50, 80))), "from shared storage"
+
+
+def test_a_drain_that_failed_can_be_undone(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        small = {"KVTIDE_FILES_STORE": "second-touch", "KVTIDE_FILES_BUDGET": "1MiB"}
+        nodes = Nodes(tmp_path, stack, KVTIDE_FILES_PATH=str(tmp_path / "shared"), **small)
+        nodes.node("one")
+        two = nodes.node("two")
+        for n in range(6):
+            keep(two, prompt(*range(100 * n, 100 * n + 40)))
+        done = nodes.command("drain", str(two.path))
+        assert done.returncode == 1
+        assert "blocks could not be written" in done.stdout
+        assert "kvtide drain --resume" in done.stdout
         assert not serving(two).epoch
-        assert client.drain(resume=True)
+        done = nodes.command("drain", str(two.path), "--resume")
+        assert done.returncode == 0, done.stderr
         until(lambda: serving(two).epoch > 0)
-    two.signal(signal.SIGTERM)
-    assert two.process.wait(60) == 0
+        assert serving(two).draining is None
+
+
+@contextmanager
+def hanging_storage(tmp_path: Path) -> Iterator[tuple[Process, Callable[[], subprocess.Popen[str]]]]:
+    """A node with blocks for a storage that hangs, and how to start ``kvtide drain`` for it. The storage answers again
+    before the node ends."""
+    with ExitStack() as stack:
+        valkey = stack.enter_context(ValkeyServer(tmp_path / "valkey"))
+        valkey_settings = {"KVTIDE_VALKEY_URL": valkey.url, "KVTIDE_VALKEY_STORE": "second-touch"}
+        nodes = Nodes(tmp_path, stack, **valkey_settings, KVTIDE_VALKEY_TIMEOUT="60s")
+        nodes.node("one")
+        two = nodes.node("two")
+        until(lambda: serving(two).epoch > 0)
+        keep(two, prompt(*range(20)))
+        valkey.hold()
+        stack.callback(valkey.resume)
+
+        def drain() -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "kvtide", "drain", str(two.path)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1, env=OUTPUT)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield two, drain
+
+
+OUTPUT = {"PATH": "/usr/bin:/bin", "COLUMNS": "120", "PYTHONPATH": ":".join(sys.path), "PYTHONUNBUFFERED": "1"}
+
+
+def unfinished(node: Process) -> bool:
+    draining = serving(node).draining
+    return draining is not None and draining.blocks > 0 and not draining.done and not serving(node).epoch
+
+
+def test_ctrl_c_makes_the_node_a_member_again(tmp_path: Path) -> None:
+    with hanging_storage(tmp_path) as (two, drain):
+        process = drain()
+        until(lambda: unfinished(two))
+        assert process.stdout is not None
+        while "0 of 20 blocks" not in (line := process.stdout.readline()):
+            assert line, "it ended"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 1
+        assert "interrupted: the node is a member" in process.stdout.read()
+        until(lambda: serving(two).epoch > 0)
+        assert serving(two).draining is None
+        assert found(two, prompt(*range(20)))
+
+
+def test_what_was_asked_for_last_is_what_remains(tmp_path: Path) -> None:
+    with hanging_storage(tmp_path) as (two, _), Client(two.path) as client:
+        for _ in range(5):
+            client.drain()
+            client.drain(resume=True)
+        client.drain()
+        until(lambda: unfinished(two))
+        client.drain()
+        assert unfinished(two), "the one that has not ended"
+        for _ in range(5):
+            client.drain()
+            client.drain(resume=True)
+        until(lambda: serving(two).epoch > 0)
+        assert serving(two).draining is None
+
+
+def test_who_watches_a_drain_learns_that_another_has_undone_it(tmp_path: Path) -> None:
+    with hanging_storage(tmp_path) as (two, drain), Client(two.path) as client:
+        process = drain()
+        until(lambda: unfinished(two))
+        client.drain(resume=True)
+        assert process.wait(60) not in (0, None)
 
 
 def test_a_node_without_a_cluster_is_not_drained(tmp_path: Path) -> None:
@@ -195,4 +288,5 @@ def test_a_node_without_a_cluster_is_not_drained(tmp_path: Path) -> None:
         done = Nodes(tmp_path, stack).command("drain", str(node.path))
         assert done.returncode != 0
         assert "is in no cluster" in done.stderr
+        assert "older" in done.stderr
         assert found(node, prompt(1)) is False

@@ -18,17 +18,22 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 _LOOKS = 0.2
 """Seconds between two looks at how far it is."""
+_AGAIN = "kvtide drain tries again; kvtide drain --resume makes the node a member of its cluster again"
 
 
 @app.command()
 def drain(
     address: Annotated[str, typer.Argument(help="Where the node listens: its socket.")] = "kvtide.sock",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Undo it, also after its end: the node is a member of its cluster again.")
+    ] = False,
 ) -> None:
     """Let a node leave its cluster, and write what is hot to shared storage, before it is stopped.
 
     Other nodes find it no more. It goes on serving its clients, and what other nodes are reading. The blocks in its
     memory that are in no shared storage are written there, the hottest first. Ctrl-C ends that, and the node is a
-    member again; after the end of this command, stop the node with kvtide stop.
+    member again; after the end of this command, stop the node with kvtide stop. A node that was given more blocks
+    since, or could not write all, may be drained again.
     """
     from kvtide.errors import ConfigError, TierError
     from kvtide.node.client.client import Client
@@ -37,11 +42,15 @@ def drain(
     path = Path(address.removeprefix("unix:"))
     with Client(path) as client:
         try:
-            if not client.drain():
-                raise ConfigError(
-                    f"the node at {path} is in no cluster: it has no peers.directory, or does not serve other nodes"
-                )
             try:
+                if not client.drain(resume=resume):
+                    raise ConfigError(
+                        f"the node at {path} is in no cluster: it has no peers.directory, or does not serve other "
+                        "nodes, or is of an older version"
+                    )
+                if resume:
+                    typer.echo("the node is a member of its cluster again, as soon as the directory answers it")
+                    return
                 done = _watch(client)
             except KeyboardInterrupt:
                 client.drain(resume=True)
@@ -49,6 +58,10 @@ def drain(
                 raise typer.Exit(1) from None
         except NodeUnavailable:
             raise TierError(f"the node at {path} is gone") from None
+    if done.failed:
+        typer.echo(f"draining failed: {done.failed}")
+        typer.echo(_AGAIN)
+        raise typer.Exit(1)
     if not done.storages:
         typer.echo(
             f"nobody finds the node any more; it writes to no shared storage, so {done.blocks:,} blocks in its memory "
@@ -56,6 +69,7 @@ def drain(
         )
     elif done.written < done.blocks:
         typer.echo(f"{done.blocks - done.written:,} blocks could not be written: see the node's log and kvtide status")
+        typer.echo(_AGAIN)
         raise typer.Exit(1)
     else:
         typer.echo("drained: the node may be stopped")
@@ -73,6 +87,8 @@ def _watch(client: Client) -> DrainStatistics:
         cluster = found.cluster
         now = cluster.draining if cluster is not None else None
         if now is None:
+            raise TierError("somebody else has ended this with kvtide drain --resume: the node is a member again")
+        if not now.done and cluster is not None and cluster.epoch:
             text = "leaving the cluster"
         elif now.storages:
             text = f"{now.written:,} of {now.blocks:,} blocks are in {' and '.join(now.storages)}"
@@ -81,6 +97,6 @@ def _watch(client: Client) -> DrainStatistics:
         if text and text != said:
             typer.echo(text)
             said = text
-        if now is not None and now.done:
+        if now.done:
             return now
         time.sleep(_LOOKS)

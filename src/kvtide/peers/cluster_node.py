@@ -2,7 +2,10 @@
 
 The order matters at the end: a node that stops leaves first, so that nobody finds it, then stops to serve. ``drain``
 leaves earlier, while the node goes on serving those who know it, and writes what is hot to shared storage: see
-drain.py."""
+drain.py.
+
+To leave and to join may take long, if the directory does not answer. So ``drain`` and ``resume`` only say what is
+wanted, and a thread does it, until nothing else is wanted any more: what was asked for last is what remains."""
 
 from __future__ import annotations
 
@@ -34,6 +37,12 @@ class ClusterNode:
         self.address = announced_address(settings, server.address)
         self._lock = threading.Lock()
         self._drain: Drain | None = None
+        """The drain that is wanted, or was; None: be a member."""
+        self._earlier: list[Drain] = []
+        """Drains that were stopped, and may still wait for a storage."""
+        self._thread: threading.Thread | None = None
+        """The one that leaves and joins; it alone changes ``_member``."""
+        self._member = True
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._directory = directory_of(settings)
@@ -69,19 +78,54 @@ class ClusterNode:
 
     def drain(self) -> None:
         """Be found by nobody from now on, and write what is hot to shared storage, in the background: ``statistics``
-        says how far that is. May be repeated."""
+        says how far that is. Does not wait. If one has ended, begins another."""
         with self._lock:
-            if self._drain is None and not self._closed:
-                self._leave()
+            if not self._closed and (self._drain is None or self._drain.done):
                 self._drain = Drain(self._store)
+                self._settle()
 
     def resume(self) -> None:
-        """Undo ``drain``: be a member again. What was written stays."""
+        """Undo ``drain``, whether it has ended or not: be a member again. What was written stays. Does not wait."""
         with self._lock:
-            if self._drain is not None and not self._closed:
-                self._drain.close()
+            if self._closed:
+                return
+            if self._drain is not None:
+                self._drain.stop()
+                self._earlier = [drain for drain in (*self._earlier, self._drain) if not drain.done]
                 self._drain = None
-                self._membership, self._announcer = self._join()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Do what is wanted now. Call with the lock held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtide-drain-begin", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        begun: Drain | None = None
+        while True:
+            with self._lock:
+                wanted = self._drain
+                if self._closed or (self._member if wanted is None else wanted is begun):
+                    self._thread = None
+                    return
+            try:
+                if wanted is None:
+                    self._membership, self._announcer = self._join()
+                    self._member = True
+                elif self._member:
+                    self._leave()
+                    self._member = False
+                else:
+                    begun = wanted
+                    wanted.start()
+            except Exception as e:
+                log.exception("the node could not %s", "join its cluster again" if wanted is None else "be drained")
+                with self._lock:
+                    if wanted is not None:
+                        wanted.fail(str(e) or type(e).__name__)
+                    self._thread = None
+                return
 
     def _leave(self) -> None:
         again_if_interrupted(self._announcer.close)
@@ -91,8 +135,13 @@ class ClusterNode:
         """Leave the cluster. May be repeated."""
         with self._lock:
             self._closed = True
-            if self._drain is not None:
-                self._drain.close()
-            else:
-                self._leave()
-            self._directory.close()
+            thread, drains = self._thread, [*self._earlier, *([self._drain] if self._drain is not None else [])]
+            for drain in drains:
+                drain.stop()
+        if thread is not None:
+            again_if_interrupted(thread.join)
+        for drain in drains:
+            again_if_interrupted(drain.join)
+        if self._member:
+            self._leave()
+        self._directory.close()

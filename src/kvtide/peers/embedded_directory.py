@@ -5,20 +5,22 @@ started again if it ends, and ends with this node, also if that is killed. Its p
 secret, and is not on its command line or in a file; it is sent unencrypted, so the server is for a network that only
 the nodes use.
 
-If a server with this password is there already, it is used and not started: a node that was restarted may find the one
-of its predecessor."""
+If its port is taken, another server there that accepts this password is used as long as it answers: a node that was
+restarted may find the one of its predecessor. A server of our own is tried first, so that the password is not sent to
+whoever listens at that port, unless somebody was there before: then it is. So this is for hosts, too, that only the
+nodes use."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import logging
 import signal
 import socket
 import subprocess
 import threading
-import time
 from typing import Any
 
 from kvtide.config import Peers
@@ -33,8 +35,11 @@ _MEMORY = "1gb"
 """Its limit. The directory takes some 20 bytes for a block."""
 _STARTING = 20.0
 _PAUSE = 1.0
-"""Seconds before it is started again."""
+"""Seconds before it is started again, and between two looks at another."""
 _ASKING = 1.0
+_LONGEST = 1 << 10
+_SERVES = b"Ready to accept connections"
+"""What the server's log says when it listens."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,9 +66,6 @@ class EmbeddedDirectory:
         self._ready = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        if self._answers():
-            log.info("the directory at %s:%d is there already", self.host, self.port)
-            return
         # The child is told to end with the thread that started it: one that lives as long as the node.
         self._thread = threading.Thread(target=self._run, name="kvtide-directory", daemon=True)
         self._thread.start()
@@ -73,7 +75,7 @@ class EmbeddedDirectory:
                 f"the directory could not be started at {self.host}:{self.port}: is another program there? Choose "
                 "another port for peers.listen, which is one less"
             )
-        log.info("started the directory of the cluster at %s:%d", self.host, self.port)
+        log.info("the directory of the cluster is at %s:%d", self.host, self.port)
 
     def __repr__(self) -> str:
         return f"<EmbeddedDirectory at {self.host}:{self.port}>"
@@ -86,15 +88,50 @@ class EmbeddedDirectory:
                 log.error("the directory cannot be started: %s", e.strerror or e)
                 self._stop.wait(_PAUSE)
                 continue
-            end = time.monotonic() + _STARTING
-            while process.poll() is None and not self._answers() and time.monotonic() < end:
-                self._stop.wait(0.02)
-            if process.poll() is None and not self._stop.is_set():
+            served = self._serve(process)
+            if self._stop.is_set():
+                return
+            if not served and self._taken() and (link := self._login()) is not None:
+                log.info("another directory of the cluster is at %s:%d", self.host, self.port)
                 self._ready.set()
-            process.wait()
-            if not self._stop.is_set():
+                with link:
+                    self._watch(link)
+                log.warning("the directory at %s:%d has ended; this node starts one", self.host, self.port)
+            elif served:
                 log.error("the directory of the cluster ended (exit code %d); it is started again", process.returncode)
-                self._stop.wait(_PAUSE)
+            self._stop.wait(_PAUSE)
+
+    def _serve(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait for the end of our server. Returns whether it has served."""
+        served = False
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:  # it says so itself: to ask at the port might be to ask somebody else
+                if _SERVES in line and not self._stop.is_set():
+                    served = True
+                    self._ready.set()
+        process.wait()
+        return served
+
+    def _taken(self) -> bool:
+        """Whether somebody else listens at the port."""
+        try:
+            socket.create_server((self._bind, self.port), family=self._family()).close()
+        except OSError as e:
+            return e.errno == errno.EADDRINUSE
+        return False
+
+    def _family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in self._bind else socket.AF_INET
+
+    def _watch(self, link: socket.socket) -> None:
+        """Return when a server does not answer any more on this connection: a new one would send the password again,
+        maybe to somebody else."""
+        with contextlib.suppress(OSError):
+            while not self._stop.wait(_PAUSE):
+                link.sendall(b"PING\r\n")
+                if _reply(link, 1) != b"+PONG\r\n":
+                    return
 
     def _started(self) -> subprocess.Popen[bytes]:
         lines = {
@@ -106,12 +143,12 @@ class EmbeddedDirectory:
             "maxmemory": _MEMORY,
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
-            "loglevel": "warning",
+            "loglevel": "notice",
         }
         process = subprocess.Popen(
             [self._binary, "-"],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
             preexec_fn=self._end_with_parent,
@@ -128,17 +165,18 @@ class EmbeddedDirectory:
     def _end_with_parent(self) -> None:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    def _answers(self) -> bool:
-        """Whether a server with our password is there."""
+    def _login(self) -> socket.socket | None:
+        """A connection to the server at the port, if our password is accepted there."""
         try:
-            with socket.create_connection((self.host, self.port), _ASKING) as sock:
-                sock.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
-                said = b""
-                while said.count(b"\r\n") < 2 and (data := sock.recv(256)):
-                    said += data
-                return said == b"+OK\r\n+PONG\r\n"
+            with contextlib.ExitStack() as undo:
+                link = undo.enter_context(socket.create_connection((self.host, self.port), _ASKING))
+                link.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
+                if _reply(link, 2) == b"+OK\r\n+PONG\r\n":
+                    undo.pop_all()
+                    return link
         except OSError:
-            return False
+            pass
+        return None
 
     def close(self) -> None:
         """End the server, if this node has started it. May be repeated."""
@@ -147,3 +185,11 @@ class EmbeddedDirectory:
             process.kill()
         if self._thread is not None:
             self._thread.join()
+
+
+def _reply(link: socket.socket, lines: int) -> bytes:
+    """What was answered: so many lines, or fewer if it ended."""
+    said = b""
+    while said.count(b"\r\n") < lines and len(said) < _LONGEST and (data := link.recv(256)):
+        said += data
+    return said

@@ -89,12 +89,14 @@ class DrainStatistics:
     """How far a drain is."""
 
     blocks: int = 0
-    """Blocks in memory that were in no shared storage when it began."""
+    """Blocks in memory that were in no shared storage when it began, or have come since."""
     written: int = 0
-    """Those of them that are there now."""
+    """Those of them that were written there."""
     done: bool = False
     storages: list[str] = field(default_factory=list)
     """Where they are written; empty: there is no shared storage."""
+    failed: str = ""
+    """Why it ended before all was tried; empty: it did not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -473,22 +473,27 @@ class Demotion:
         return free
 
     def unshared(self) -> Rows:
-        """The rows in DRAM that are in no storage that others read too, hottest first. Call with the lock held."""
+        """The rows in DRAM that are in no storage that others read too, hottest first. Blocks that another node has
+        count as in none: it may lose them any time. Call with the lock held."""
         rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
-        for cold in self._colds:
-            if cold.shared:
-                rows = rows[self._index.state[cold.number][rows] != SEALED]
+        if self._residents.doomed:  # dropped while a caller holds them
+            rows = rows[~self._residents.are_doomed(rows)]
+        for cold in self._storages():
+            rows = rows[self._index.state[cold.number][rows] != SEALED]
         return rows[np.argsort(self._policy.score(rows))[::-1]]
 
-    def write_to_shared(self) -> Iterator[int]:
-        """Write the blocks that are in no shared storage to each, hottest first; yields how many are there, whenever
-        that may have changed. Ends when all are, or a storage takes no more."""
+    def _storages(self) -> list[ColdTier]:
+        """The storages that others read too, and that are written to."""
+        return [cold for cold in self._colds if cold.shared and not cold.read_only]
+
+    def write_to_shared(self, tried: set[BlockKey]) -> Iterator[int]:
+        """Write the blocks that are in no shared storage to each, hottest first, but those ``tried`` before, to which
+        they are added. Yields how many of them are there, whenever that may have changed. Ends when all are, or a
+        storage takes no more."""
         with self._index.lock:
-            rows = self.unshared()
-            keys = self._index.keys(rows)
-        for cold in self._colds:
-            if not cold.shared:
-                continue
+            keys = [key for key in self._index.keys(self.unshared()) if key not in tried]
+        tried.update(keys)
+        for cold in self._storages():
             at = 0
             while at < len(keys):
                 some = keys[at : at + _WRITES * _WRITES]
@@ -507,9 +512,8 @@ class Demotion:
         with self._index.lock:
             rows = self._index.rows(keys)
             there = np.zeros(len(rows), np.bool_)
-            for cold in self._colds:
-                if cold.shared:
-                    there |= self._index.state[cold.number][rows] == SEALED
+            for cold in self._storages():
+                there |= self._index.state[cold.number][rows] == SEALED
             return int(np.count_nonzero(there))
 
     def flush(self) -> None:

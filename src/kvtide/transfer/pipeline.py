@@ -49,6 +49,7 @@ from kvtide.plan.usage_tracker import Turn, UsageTracker
 from kvtide.plan.write_budget import WriteBudgetStatistics
 from kvtide.tiers.base import Held, Identity, Refetching, Renewal, Renewing
 from kvtide.tiers.dram.tier import Dram
+from kvtide.tiers.peers.position import PeerPosition
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.context import TransferContext
 from kvtide.transfer.demotion import Demotion
@@ -161,7 +162,9 @@ class Pipeline:
         self._index = index
         self._dram = dram
         self.colds = self._colds = colds
-        self._nodes = [cold.number for cold in colds if cold.read_only]
+        self._nodes = [cold.number for cold in colds if isinstance(cold.tier, PeerPosition)]
+        """The tiers of a cluster's members. Nodes of a fixed list are not among them: their users' disks keep what was
+        read from there, as they always did."""
         self._refetching = [cold.tier for cold in colds if isinstance(cold.tier, Refetching)]
         self._uses = uses
         self._feed = feed
@@ -257,7 +260,8 @@ class Pipeline:
         self._uses.stored(rows)
         for cold in self._colds:
             if cold.admission.learns:
-                # What was read from another node is written when it was asked for twice here: see ``record_request``.
+                # What was read from a member of a cluster is written when it was asked for twice here: see
+                # ``record_request``.
                 worth = cold.admission.on_store(rows)
                 if self._nodes:
                     worth &= ~self._elsewhere(rows)
@@ -284,7 +288,7 @@ class Pipeline:
                 self._demotion.write(cold, wanted)
 
     def _elsewhere(self, rows: Rows) -> Mask:
-        """Mask of rows that were found at another node, which has them too as far as that is known. Call with the lock
+        """Mask of rows that were found at a member of the cluster to which a tier is bound still. Call with the lock
         held."""
         there = np.zeros(len(rows), np.bool_)
         for number in self._nodes:
@@ -296,9 +300,9 @@ class Pipeline:
         with self._index.lock:
             return len(self._demotion.unshared())
 
-    def write_to_shared(self) -> Iterator[int]:
+    def write_to_shared(self, tried: set[BlockKey]) -> Iterator[int]:
         """See ``Demotion.write_to_shared``."""
-        return self._demotion.write_to_shared()
+        return self._demotion.write_to_shared(tried)
 
     def expect(self, rows: Sequence[Rows], turn: Turn | None, returns_in: float | None) -> None:
         """Record that a prompt's blocks (each group's first block first) were used, with a hint about their next use.

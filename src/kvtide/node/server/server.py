@@ -189,12 +189,14 @@ class Node:
             self._wait_for_others(0.0)
 
     def drain(self, resume: bool) -> bool:
-        """Leave the cluster and write what is hot to shared storage, or ``resume``: on a thread, because the directory
-        may not answer. Returns whether the node is in a cluster."""
+        """Leave the cluster and write what is hot to shared storage, or ``resume``. Does not wait. Returns whether the
+        node is in a cluster."""
         cluster = self.cluster
         if cluster is not None:
-            do = cluster.resume if resume else cluster.drain
-            threading.Thread(target=do, name="kvtide-drain-begin", daemon=True).start()
+            if resume:
+                cluster.resume()
+            else:
+                cluster.drain()
         return cluster is not None
 
     def forget(self, token: str, process: int) -> None:

@@ -6,6 +6,7 @@ next port, and has a password that is derived from the nodes' secret. Others nam
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from urllib.parse import urlsplit
 
@@ -71,6 +72,36 @@ def check_cluster(settings: Peers) -> None:
             "peers.directory is 'embedded', and peers.listen is not set: the directory is served at the host of "
             "peers.listen, at the next port"
         )
+    if settings.certificate and not _is_loopback(settings):
+        raise ConfigError(
+            f"peers.directory is {settings.directory!r}, which is not encrypted, and peers.certificate asks for TLS "
+            "between the nodes: use a Valkey server of your own, as valkeys://HOST:6379/0"
+        )
+
+
+def _is_loopback(settings: Peers) -> bool:
+    """Whether a directory that a node starts is reached from that host alone; so of any other directory."""
+    if settings.directory == EMBEDDED:
+        host = embedded_at(settings)[0]
+    elif settings.directory.startswith(_THERE):
+        host = _named_at(settings.directory)[0]
+    else:
+        return True
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _named_at(url: str) -> tuple[str, str]:
+    """Host, and host with port, of ``embedded://HOST:PORT``. Raises ConfigError."""
+    parts = urlsplit(url)
+    try:
+        if not parts.hostname or not parts.port or parts.path.strip("/") or parts.username:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"peers.directory is {url!r}; it must be {_THERE}HOST:PORT") from None
+    return parts.hostname, parts.netloc
 
 
 def positions_of(settings: Peers) -> int:
@@ -121,13 +152,7 @@ def directory_of(settings: Peers) -> BlockDirectory:
             "embedded://HOST:PORT"
         )
     if url.startswith(_THERE):
-        parts = urlsplit(url)
-        try:
-            if not parts.hostname or not parts.port or parts.path.strip("/") or parts.username:
-                raise ValueError
-        except ValueError:
-            raise ConfigError(f"peers.directory is {url!r}; it must be {_THERE}HOST:PORT") from None
-        url, password = f"valkey://{parts.netloc}/0", directory_password(settings)
+        url, password = f"valkey://{_named_at(url)[1]}/0", directory_password(settings)
     login = Login(
         settings.directory_user,
         settings.directory_password_file,

@@ -1,0 +1,79 @@
+"""The directory that a node starts itself: who has the port, and what is sent there."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide import config as configuration
+from kvtide.config import Peers
+from kvtide.errors import ConfigError
+from kvtide.peers.embedded_directory import EmbeddedDirectory
+from kvtide.testing.interface import until
+from kvtide.tiers.peers.cluster import check_cluster, directory_password
+from tests.peers.nodes import token
+from tests.peers.test_cluster_nodes import pair_of_ports
+
+
+def settings_of(folder: Path, **peers: Any) -> Peers:
+    known = {"listen": f"127.0.0.1:{pair_of_ports()}", "directory": "embedded", "token_file": token(folder)}
+    return configuration.read(None, env={}, peers={**known, **peers}).peers
+
+
+def asked(settings: Peers, command: str) -> str:
+    """What the server at the port of the directory says; empty if there is none."""
+    try:
+        with socket.create_connection(("127.0.0.1", int(settings.listen.rpartition(":")[2]) + 1), 5) as sock:
+            sock.sendall(f"AUTH {directory_password(settings)}\r\n{command}\r\nQUIT\r\n".encode())
+            return b"".join(iter(lambda: sock.recv(1 << 16), b"")).decode()
+    except OSError:
+        return ""
+
+
+def process_of(settings: Peers) -> str:
+    """The server's process id."""
+    said = asked(settings, "INFO server")
+    return said.partition("process_id:")[2].split("\r\n")[0]
+
+
+def test_a_directory_that_was_found_is_replaced_when_it_ends(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    with closing(EmbeddedDirectory(settings)) as first:
+        own = process_of(settings)
+        with closing(EmbeddedDirectory(settings)):
+            assert process_of(settings) == own, "the one that is there is used"
+            first.close()
+            until(lambda: process_of(settings) not in ("", own))
+    assert not process_of(settings)
+
+
+def test_a_node_that_starts_the_directory_sends_the_password_to_nobody(tmp_path: Path) -> None:
+    """Who might listen at the port before our server does would get it."""
+    settings = settings_of(tmp_path)
+    with closing(EmbeddedDirectory(settings)):
+        assert "total_connections_received:1\r\n" in asked(settings, "INFO stats"), "this question alone"
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        {"listen": "10.0.0.7:9411"},
+        {"listen": "0.0.0.0:9411"},
+        {"listen": "node-7:9411"},
+        {"listen": "127.0.0.1:9411", "directory": "embedded://10.0.0.7:9412"},
+    ],
+)
+def test_nodes_with_tls_have_no_unencrypted_directory_between_hosts(tmp_path: Path, peers: dict[str, str]) -> None:
+    check_cluster(settings_of(tmp_path, **peers))
+    with pytest.raises(ConfigError, match="valkeys://"):
+        check_cluster(settings_of(tmp_path, certificate="here", **peers))
+
+
+@pytest.mark.parametrize("directory", ["embedded", "embedded://localhost:9412", "valkeys://10.0.0.5:6379/0"])
+def test_nodes_with_tls_may_have_one_on_their_own_host(tmp_path: Path, directory: str) -> None:
+
+    check_cluster(settings_of(tmp_path, certificate="here", directory=directory))
