@@ -264,6 +264,9 @@ class Liar:
         [b"1", b"2", b"3", b"4", b"short"],
         [b"1", b"2", b"3", b"4", b"\0\1" + b"n" * 16 + b"\xff\xfe"],
         [b"1", b"2", None, b"4", b"\0\1" + b"n" * 16],
+        [b"1", b"2", b"0", b"4", b"\0\1" + b"n" * 16],
+        [b"1", b"2", b"%d" % (1 << 40), b"4", b"\0\1" + b"n" * 16],
+        [b"1", b"2", b"3", 10**400, b"\0\1" + b"n" * 16],
         [[]],
     ],
     ids=repr,
@@ -273,6 +276,66 @@ def test_nonsense_is_an_error(reply: Any) -> None:
     for ask in (directory.members, directory.leases, directory.counts, lambda: directory.holders(some_keys(3))):
         with pytest.raises(OSError, match="not a directory"):
             ask()
+
+
+@pytest.mark.parametrize("reply", [[1, 1 << 40], [1, 0], [1, -1], [0, 5], [1 << 16, 5]], ids=repr)
+def test_an_epoch_that_cannot_be_is_not_joined_with(reply: Any) -> None:
+    class Joining(Liar):
+        def run(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+            return [reply if call.script.name == "join" else 1 for call in calls]
+
+    with pytest.raises(OSError, match="not a directory"):
+        BlockDirectory(Joining(None)).join(b"a" * 16, "a:1", TIME)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b":1\r\n",
+        b"$-1\r\n",
+        b"*1\r\n" * 3000,
+        b"$99999999999999\r\n",
+        b"*99999999999\r\n",
+        b":" + b"9" * 5000 + b"\r\n",
+    ],
+    ids=["number", "nothing", "deep", "long", "many", "digits"],
+)
+def test_what_does_not_speak_the_protocol_is_an_error(text: bytes) -> None:
+    """And not the end of the thread that asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+
+        def serve() -> None:
+            while True:
+                try:
+                    caller, _ = server.accept()
+                except OSError:
+                    return
+                with caller:
+                    caller.recv(1000)
+                    caller.sendall(text)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.shutdown, socket.SHUT_RDWR)
+        directory = open_directory(f"valkey://127.0.0.1:{server.getsockname()[1]}", timeout=TIME)
+        stack.callback(directory.close)
+        with pytest.raises(OSError, match=r"does not speak|reset"):
+            directory.leases()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [1, None, [1], [[0, 1]], [[0, 1, 2]], [[0, 20_000, [b"h", 1]]], [[b"0", 1, [b"h", 1]]], [[0, 1, [b"\xff", 1]]]],
+)
+def test_a_slot_table_of_nonsense_is_an_error(
+    reply: Any, monkeypatch: pytest.MonkeyPatch, valkey: ValkeyServer
+) -> None:
+    client = ValkeyClient(valkey.url)
+    monkeypatch.setattr(client, "exchange", lambda *_: [reply])
+    with pytest.raises(OSError, match="makes no sense"):
+        client._learn(time.monotonic() + TIME)
+    client.close()
 
 
 def test_answers_of_a_wrong_length_are_errors() -> None:

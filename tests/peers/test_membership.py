@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 import kvtide
 from kvtide import config as configuration
 from kvtide.block import BlockKey
-from kvtide.events import EventsLost
+from kvtide.events import BlockStored, EventsLost, Feed
+from kvtide.index.index import SEALED, Index
 from kvtide.peers.announcer import Announcer
 from kvtide.peers.membership import Membership
 from kvtide.store.store import Store
@@ -244,6 +245,26 @@ class Steps:
         self.other = BlockDirectory(SimulatedLink(self.valkey, []))
 
 
+class Announcing(Steps):
+    """With an announcer, and an index that the test fills."""
+
+    def __init__(self, lease: float = 9.0) -> None:
+        super().__init__(lease)
+        self.index, self.feed = Index(2), Feed()
+        self.announcer = Announcer(self.index, self.feed, self.membership._directory, self.membership, clock=self.clock)
+
+    def put(self, *keys: BlockKey) -> None:
+        for key in keys:
+            with self.index.lock:
+                row = self.index.row(key) or self.index.add(key, b"\0" * 32, 0)
+                self.index.identity[row], self.index.state[0][row] = 7, SEALED
+        self.feed.publish([BlockStored("dram", keys)])
+
+    def found(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the blocks another node finds."""
+        return sum(map(bool, self.other.holders(keys)))
+
+
 def own(membership: Membership) -> bool:
     """Whether it is a member now."""
     return membership.own is not None
@@ -329,3 +350,32 @@ def test_a_failing_follower_harms_nobody(caplog: pytest.LogCaptureFixture) -> No
     one.membership.step()
     assert told == [True]
     assert "mine" in caplog.text
+
+
+def test_no_error_ends_the_threads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They try again, and say it once."""
+    one = Announcing()
+    (key,) = some_keys(1)
+    run = one.link.run
+
+    def fail(*_: Any) -> Any:
+        raise OverflowError("mine")
+
+    monkeypatch.setattr(one.link, "run", fail)
+    for _ in range(3):
+        assert one.membership.step() <= 9.0 / 12
+        one.clock.advance(1.0)
+    assert one.membership.statistics().failures == 3
+    assert caplog.text.count("cannot be used") == 1
+    monkeypatch.setattr(one.link, "run", run)
+    one.membership.step()
+    assert own(one.membership)
+    one.put(key)
+    monkeypatch.setattr(one.link, "run", fail)
+    for _ in range(3):
+        assert one.announcer.step() < 100
+    assert one.announcer.statistics().failures == 3
+    assert caplog.text.count("cannot be published") == 1
+    monkeypatch.setattr(one.link, "run", run)
+    one.announcer.step()
+    assert one.found([key]) == 1

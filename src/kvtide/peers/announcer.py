@@ -67,7 +67,7 @@ class AnnouncerStatistics:
     lost: int
     """How often the backlog of events was full."""
     failures: int
-    """Calls that failed because Valkey did not answer, or refused."""
+    """Steps that failed: Valkey did not answer, refused, or answered nonsense."""
 
 
 class Announcer:
@@ -162,39 +162,49 @@ class Announcer:
         """What the thread does: publish one batch. Returns the seconds until the next is due; infinity if there is none
         until an event."""
         with self._stepping:
-            own = self._membership.own
-            if self._closed.is_set() or self._origin is not forks.here or own is None or own.epoch == self._given_up:
-                return math.inf
-            if own.epoch != self._epoch:
-                self._begin(own.epoch)
-            now = self._clock.monotonic()
-            if now >= self._refresh_due:
-                self._visit_all(now)
-            if not self._gather():
-                self._give_up()
-                return math.inf
-            stored, removed, next_row = self._batch()
-            if not stored and not removed and next_row >= self._stop_row:
-                self._dirty.clear()
-                self._next_row = next_row
-                return max(0.0, self._refresh_due - now)
             try:
-                good = self._directory.publish(own, stored, removed) if stored or removed else True
-            except OSError as e:
-                self._failures += 1
-                if not self._failed:
-                    log.warning("blocks of this node cannot be published: %s; it is tried again", e)
-                self._failed = True
-                return _RETRY
-            self._failed = False
-            if not good:
-                self._give_up()
-                return math.inf
+                return self._step()
+            except Exception as e:  # noqa: BLE001 - whatever it is: without this thread nothing is announced any more
+                return self._fail(e)
+
+    def _fail(self, error: Exception) -> float:
+        self._failures += 1
+        if not self._failed:
+            log.warning(
+                "blocks of this node cannot be published: %r; it is tried again",
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
+        self._failed = True
+        return _RETRY
+
+    def _step(self) -> float:
+        own = self._membership.own
+        if self._closed.is_set() or self._origin is not forks.here or own is None or own.epoch == self._given_up:
+            return math.inf
+        if own.epoch != self._epoch:
+            self._begin(own.epoch)
+        now = self._clock.monotonic()
+        if now >= self._refresh_due:
+            self._visit_all(now)
+        if not self._gather():
+            self._give_up()
+            return math.inf
+        stored, removed, next_row = self._batch()
+        if not stored and not removed and next_row >= self._stop_row:
             self._dirty.clear()
             self._next_row = next_row
-            self._stored += len(stored)
-            self._removed += len(removed)
-            return 0.0
+            return max(0.0, self._refresh_due - now)
+        good = self._directory.publish(own, stored, removed) if stored or removed else True
+        self._failed = False
+        if not good:
+            self._give_up()
+            return math.inf
+        self._dirty.clear()
+        self._next_row = next_row
+        self._stored += len(stored)
+        self._removed += len(removed)
+        return 0.0
 
     def _begin(self, epoch: int) -> None:
         """Publish everything under a new epoch: events of before do not matter any more."""

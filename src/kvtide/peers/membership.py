@@ -55,7 +55,7 @@ class MembershipStatistics:
     """0: not a member now."""
     joins: int
     failures: int
-    """Steps that failed because Valkey did not answer, or refused."""
+    """Steps that failed: Valkey did not answer, refused, or answered nonsense."""
     scrubbed: int
     """Entries of dead members that were removed."""
 
@@ -186,11 +186,15 @@ class Membership:
                 try:
                     self._work(now)
                     self._failed = False
-                except OSError as e:
+                except Exception as e:  # whatever it is: without this thread the node is never a member again
                     self._failures += 1
                     self._due = min(self._due, now + self._lease / _RETRIES)
                     if not self._failed:
-                        log.warning("the directory of the cluster cannot be used: %s; it is tried again", e)
+                        log.warning(
+                            "the directory of the cluster cannot be used: %r; it is tried again",
+                            e,
+                            exc_info=not isinstance(e, OSError),
+                        )
                     self._failed = True
         self._tell()
         now = self._clock.monotonic()
@@ -261,5 +265,5 @@ class Membership:
                 self._leases = {}
                 self._look_again(self._clock.monotonic())
             if own is not None:
-                with contextlib.suppress(OSError):  # then its lease ends by itself
+                with contextlib.suppress(Exception):  # then its lease ends by itself
                     self._directory.leave(own[0])

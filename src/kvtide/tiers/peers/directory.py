@@ -57,6 +57,9 @@ _JOINS = 5
 _AHEAD = 60_000
 """The next one is up to so much higher: the time in milliseconds that a clock may be behind."""
 
+_EPOCHS = 1 << 8 * EPOCH
+"""Epochs are less than this."""
+
 Marks = npt.NDArray[np.uint64]
 
 
@@ -143,6 +146,8 @@ class BlockDirectory:
         for _ in range(_JOINS):
             reply = self._call(scripts.JOIN, name, address.encode(), _milliseconds(lease), b"%d" % least)
             number, epoch = (_whole(one) for one in _items(reply, 2))
+            if not 0 < number < 1 << 16 or not 0 < epoch < _EPOCHS:
+                raise _nonsense()
             enrolled = self._run([ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions])
             if all(_whole(new) for new in enrolled):
                 self._acknowledged = {epoch: [0] * PARTITIONS}
@@ -340,7 +345,7 @@ def _whole(reply: Any) -> int:
     """A whole number."""
     if isinstance(reply, bytes) and reply.isdigit() and len(reply) < 20:
         return int(reply)
-    if not isinstance(reply, int):
+    if not isinstance(reply, int) or not -(1 << 63) <= reply < 1 << 63:
         raise _nonsense()
     return reply
 
@@ -365,6 +370,8 @@ def _parsed(reply: Any) -> Leases:
         except UnicodeDecodeError:
             raise _nonsense() from None
         member = Member(int.from_bytes(about[:2], "big"), _whole(epoch), about[2:18], address)
+        if not 0 < member.epoch < _EPOCHS:
+            raise _nonsense()
         left[member] = _whole(rest) / 1000
     return Leases(_whole(reply[1]), left)
 
