@@ -379,3 +379,21 @@ def test_no_error_ends_the_threads(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(one.link, "run", run)
     one.announcer.step()
     assert one.found([key]) == 1
+
+
+def test_events_of_a_time_without_a_lease_are_announced() -> None:
+    """The lease is believed to have ended, a block is stored, and then the lease turns out to have been renewed: nobody
+    wakes the announcer, because its backlog was never empty and the epoch is the same."""
+    one = Announcing()
+    keys = some_keys(2)
+    one.put(keys[0])
+    one.membership.step()
+    for _ in range(3):
+        one.announcer.step()
+    assert one.found(keys) == 1
+    lost, one.membership._own = one.membership._own, None
+    one.put(keys[1])
+    assert one.announcer.step() <= 1.0, "it looks again soon"
+    one.membership._own = lost
+    one.announcer.step()
+    assert one.found(keys) == 2

@@ -159,8 +159,8 @@ class Announcer:
                 rest()
 
     def step(self) -> float:
-        """What the thread does: publish one batch. Returns the seconds until the next is due; infinity if there is none
-        until an event."""
+        """What the thread does: publish one batch. Returns the seconds until the next is due, unless an event comes
+        before; infinity if it is closed."""
         with self._stepping:
             try:
                 return self._step()
@@ -180,8 +180,12 @@ class Announcer:
 
     def _step(self) -> float:
         own = self._membership.own
-        if self._closed.is_set() or self._origin is not forks.here or own is None or own.epoch == self._given_up:
+        if self._closed.is_set() or self._origin is not forks.here:
             return math.inf
+        if own is None or own.epoch == self._given_up:
+            # The backlog keeps its events, so no further one wakes the thread; and nobody tells when a lease that was
+            # believed to have ended is renewed after all.
+            return _RETRY
         if own.epoch != self._epoch:
             self._begin(own.epoch)
         now = self._clock.monotonic()
@@ -189,7 +193,7 @@ class Announcer:
             self._visit_all(now)
         if not self._gather():
             self._give_up()
-            return math.inf
+            return _RETRY
         stored, removed, next_row = self._batch()
         if not stored and not removed and next_row >= self._stop_row:
             self._dirty.clear()
@@ -199,7 +203,7 @@ class Announcer:
         self._failed = False
         if not good:
             self._give_up()
-            return math.inf
+            return _RETRY
         self._dirty.clear()
         self._next_row = next_row
         self._stored += len(stored)
