@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvtide.testing.interface import until
 from kvtide.testing.servers import ValkeyServer
 from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers.directory import BlockDirectory, open_directory
+from kvtide.tiers.shared.valkey_scripts import ScriptCall
 
 LAYOUT = kvtide.Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=16)
 MODEL = kvtide.Model(LAYOUT, "membership")
@@ -397,3 +399,67 @@ def test_events_of_a_time_without_a_lease_are_announced() -> None:
     one.membership._own = lost
     one.announcer.step()
     assert one.found(keys) == 2
+
+
+def test_an_epoch_that_was_given_up_is_not_taken_back() -> None:
+    """Not even if it is given up at the moment that its renewal is noted."""
+    asked: list[threading.Thread] = []
+
+    class Watched(Membership):
+        watching = False
+        kept: Any = None
+
+        @property
+        def _own(self) -> Any:  # type: ignore[override]
+            found = self.kept
+            if self.watching:
+                self.watching = False
+                asked.append(threading.Thread(target=self.rejoin, args=(found[0].epoch,)))
+                asked[0].start()
+                asked[0].join(0.1)  # as long as it waits for the lock
+            return found
+
+        @_own.setter
+        def _own(self, value: Any) -> None:
+            self.kept = value
+
+    one = Steps()
+    member = Watched(BlockDirectory(one.link), b"w" * 16, "host9:9411", lease=9.0, clock=one.clock)
+    member.step()
+    before = member.statistics().epoch
+    one.clock.advance(3.0)
+    run = one.link.run
+
+    def renewed(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        replies = run(calls, timeout)
+        member.watching = calls[-1].script.name == "known"
+        return replies
+
+    one.link.run = renewed  # type: ignore[method-assign]
+    member.step()
+    asked[0].join()
+    one.link.run = run  # type: ignore[method-assign]
+    one.clock.advance(3.0)
+    member.step()
+    assert member.statistics().epoch > before
+
+
+def test_only_the_epoch_that_is_meant_is_given_up() -> None:
+    one = Steps()
+    one.membership.step()
+    first = one.membership.statistics().epoch
+    one.membership.rejoin(first)
+    one.clock.advance(3.0)
+    one.membership.step()
+    second = one.membership.statistics().epoch
+    assert second > first
+    one.membership.rejoin(first)
+    assert one.membership.statistics().epoch == second
+
+
+def test_who_has_given_up_an_epoch_leaves_all_the_same() -> None:
+    one = Steps()
+    one.membership.step()
+    one.membership.rejoin(one.membership.statistics().epoch)
+    one.membership.close()
+    assert not one.other.members()

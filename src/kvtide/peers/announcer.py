@@ -226,7 +226,7 @@ class Announcer:
     def _give_up(self) -> None:
         """Nothing that was published under this epoch can be relied on."""
         self._given_up = self._epoch
-        self._membership.rejoin()
+        self._membership.rejoin(self._epoch)
 
     # -- what is to be published --------------------------------------------------------------------------
 

@@ -82,7 +82,9 @@ class Membership:
         self._lock = threading.Lock()
         self._stepping = threading.Lock()
         self._own: tuple[Member, float] | None = None
-        """This node as a member, and until when that is known to hold."""
+        """This node as a member, and until when that is known to hold. Written with the lock held."""
+        self._last: Member | None = None
+        """What this node joined as, if Valkey may still take it for that: also after ``rejoin``."""
         self._leases: Mapping[Member, float] = {}
         """Until when each member is believed."""
         self._snapshot: tuple[Mapping[int, Member], float] = (_NOBODY, math.inf)
@@ -105,6 +107,7 @@ class Membership:
         return f"<Membership {'outside' if own is None else f'number {own.number}'}, {len(self.members())} members>"
 
     def forked(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent may have held it
         self._own, self._leases, self._snapshot, self._followers = None, {}, (_NOBODY, math.inf), ()
 
     # -- what is known ------------------------------------------------------------------------------------
@@ -154,11 +157,15 @@ class Membership:
 
         return unfollow
 
-    def rejoin(self) -> None:
-        """Give up this epoch for a new one: what was published under the old one will not be believed any more."""
-        self._own = None
-        # Not at once if it has just joined: something may be wrong that another epoch does not heal.
-        self._due = self._joined + self._lease / _RETRIES
+    def rejoin(self, epoch: int) -> None:
+        """Give up this epoch for a new one: what was published under the old one will not be believed any more.
+        Nothing happens if this node has another epoch by now."""
+        with self._lock:
+            if self._own is None or self._own[0].epoch != epoch:
+                return
+            self._own = None
+            # Not at once if it has just joined: something may be wrong that another epoch does not heal.
+            self._due = self._joined + self._lease / _RETRIES
         self._wake.set()
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -227,12 +234,14 @@ class Membership:
                 "that it serves at %s; it joins again",
                 self._address,
             )
-            self._own = None
+            with self._lock:
+                self._own = self._last = None
         sent = self._clock.monotonic()
         member = self._directory.join(self._name, self._address, self._lease)
         self._joins += 1
-        self._joined = sent
-        self._own = (member, sent + self._lease)
+        with self._lock:
+            self._joined = sent
+            self._own, self._last = (member, sent + self._lease), member
 
     def _scrub(self, members: int) -> None:
         left = math.ceil(PARTITIONS * BUCKETS * self._lease / _RENEWALS / _PASS / max(1, members))
@@ -260,10 +269,10 @@ class Membership:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._stepping:
-            own, self._own = self._own, None
             with self._lock:
+                last, self._own, self._last = self._last, None, None
                 self._leases = {}
                 self._look_again(self._clock.monotonic())
-            if own is not None:
+            if last is not None:
                 with contextlib.suppress(Exception):  # then its lease ends by itself
-                    self._directory.leave(own[0])
+                    self._directory.leave(last)
