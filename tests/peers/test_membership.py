@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -463,3 +464,25 @@ def test_who_has_given_up_an_epoch_leaves_all_the_same() -> None:
     one.membership.rejoin(one.membership.statistics().epoch)
     one.membership.close()
     assert not one.other.members()
+
+
+def test_a_partition_that_is_away_ends_no_membership(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Steps()
+    one.membership.step()
+    newcomer = Membership(BlockDirectory(one.link), b"n" * 16, "host9:9411", lease=9.0, clock=one.clock)
+    away = (one.valkey.server_of(b"kvtide:default:{members}") + 1) % 3
+    run = one.link.run
+
+    def part(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        if any(one.valkey.server_of(call.key) == away for call in calls):
+            raise TimeoutError(errno.ETIMEDOUT, "down")
+        return run(calls, timeout)
+
+    monkeypatch.setattr(one.link, "run", part)
+    epoch = one.membership.statistics().epoch
+    for _ in range(10):
+        one.clock.advance(3.0)
+        one.membership.step()
+        newcomer.step()
+        assert one.membership.statistics().epoch == epoch
+        assert one.membership.own in newcomer.members().values(), "who cannot join knows the others"

@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from kvtide import forks
 from kvtide.clock import Clock, SystemClock, TurnedClock
-from kvtide.tiers.peers.directory import BlockDirectory
+from kvtide.tiers.peers.directory import BlockDirectory, Leases
 from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
 from kvtide.tiers.peers.members import Member
 
@@ -210,15 +210,21 @@ class Membership:
         return max(0.0, min(ends) - now)
 
     def _work(self, now: float) -> None:
-        if self._address:
-            self._keep(now)
+        try:
+            if self._address:
+                self._keep(now)
+        finally:  # the others are members, whether this node is one or not
+            leases = self._fetch()
+        if self._own is not None:
+            self._scrub(len(leases.left))
+
+    def _fetch(self) -> Leases:
         sent = self._clock.monotonic()
         leases = self._directory.leases()
         with self._lock:
             self._leases = {member: sent + left for member, left in leases.left.items()}
             self._look_again(sent)
-        if self._own is not None:
-            self._scrub(len(leases.left))
+        return leases
 
     def _keep(self, now: float) -> None:
         """Renew the lease, or join."""

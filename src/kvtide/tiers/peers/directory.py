@@ -52,6 +52,9 @@ __all__ = ["BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_
 _SAMPLES, _SAMPLE = 4, 16
 """How many stretches of buckets of a partition are measured, and how many buckets each has."""
 
+_PATIENCE = 2
+"""How many times the usual time a join or renewal may take: a server that is too busy for the publishes of all nodes
+must not end their leases too, or all publish everything again."""
 _JOINS = 5
 """How often an epoch is asked for, if it turns out to have been given before."""
 _AHEAD = 60_000
@@ -112,8 +115,9 @@ def _tags() -> list[bytes]:
 class BlockDirectory:
     """The directory of one cluster. Thread-safe, but one thread at a time should publish for a member.
 
-    Every call takes ``timeout`` seconds at most, and raises OSError if Valkey does not answer, refuses, or answers what
-    makes no sense.
+    Every question to Valkey, one or two for a call, takes ``timeout`` seconds at most; those that a membership depends
+    on, ``_PATIENCE`` times as many. A call raises OSError if Valkey does not answer, refuses, or answers what makes no
+    sense.
     """
 
     def __init__(self, runner: ScriptRunner, *, cluster: str = "default", timeout: float = 1.0) -> None:
@@ -144,11 +148,13 @@ class BlockDirectory:
             raise ValueError(f"the name has {len(name)} bytes, not 16")
         least = 0
         for _ in range(_JOINS):
-            reply = self._call(scripts.JOIN, name, address.encode(), _milliseconds(lease), b"%d" % least)
+            about = (name, address.encode(), _milliseconds(lease), b"%d" % least)
+            (reply,) = self._run([self._about(scripts.JOIN, *about)], _PATIENCE)
             number, epoch = (_whole(one) for one in _items(reply, 2))
             if not 0 < number < 1 << 16 or not 0 < epoch < _EPOCHS:
                 raise _nonsense()
-            enrolled = self._run([ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions])
+            enrolling = [ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions]
+            enrolled = self._run(enrolling, _PATIENCE)
             if all(_whole(new) for new in enrolled):
                 self._acknowledged = {epoch: [0] * PARTITIONS}
                 return Member(number, epoch, name, address)
@@ -157,13 +163,18 @@ class BlockDirectory:
 
     def renew(self, member: Member, lease: float) -> bool:
         """Extend the lease to ``lease`` seconds from now. False if it has ended, or if Valkey has lost something that
-        the member published: then it must join again, and publish everything again."""
+        the member published: then it must join again, and publish everything again. If some servers do not answer, but
+        the one with the members does, the lease is extended, and what the others have is not known: this is True."""
         epoch = b"%d" % member.epoch
-        calls = [ScriptCall(scripts.KNOWN, key, (epoch,)) for key in self._partitions]
+        (alive,) = self._run([self._about(scripts.RENEW, epoch, _milliseconds(lease))], _PATIENCE)
+        if _whole(alive) != 1:
+            return False
         expected = list(self._acknowledged.get(member.epoch, [0] * PARTITIONS))
-        alive, *known = self._run([self._about(scripts.RENEW, epoch, _milliseconds(lease)), *calls])
-        complete = all(_whole(number) >= least for number, least in zip(known, expected, strict=True))
-        return _whole(alive) == 1 and complete
+        try:
+            known = self._run([ScriptCall(scripts.KNOWN, key, (epoch,)) for key in self._partitions])
+            return all(_whole(number) >= least for number, least in zip(known, expected, strict=True))
+        except OSError:
+            return True
 
     def leave(self, member: Member) -> None:
         """End the lease now."""
@@ -284,8 +295,8 @@ class BlockDirectory:
     def _call(self, script: Script, *arguments: bytes) -> Any:
         return self._run([self._about(script, *arguments)])[0]
 
-    def _run(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        return self._runner.run(calls, self._timeout)
+    def _run(self, calls: Sequence[ScriptCall], patience: float = 1.0) -> list[Any]:
+        return self._runner.run(calls, patience * self._timeout)
 
     def _learn(self, reply: Any) -> None:
         """Take over the members from a reply, if they have changed."""
