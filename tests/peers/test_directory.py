@@ -21,7 +21,7 @@ from kvtide.testing.servers import ValkeyServer
 from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers import directory_scripts
 from kvtide.tiers.peers.directory import BlockDirectory, marks_of, open_directory
-from kvtide.tiers.peers.directory_scripts import PARTITIONS
+from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
 from kvtide.tiers.shared.resp import ValkeyConnection, command
 from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import HashLookup, Script, ScriptCall, ScriptRunner, ValkeyScripts
@@ -238,6 +238,30 @@ def test_a_full_server_refuses(tmp_path: Path) -> None:
         directory.close()
 
 
+def test_on_a_full_server_leases_go_on(tmp_path: Path) -> None:
+    """And it can be emptied: what is withdrawn, and what the dead have left."""
+    with ValkeyServer(tmp_path, maxmemory="4mb", maxmemory_policy="noeviction") as server:
+        directory = open_directory(server.url, timeout=TIME)
+        member, dead = (directory.join(b"%16d" % i, f"host{i}:1", TIME) for i in range(2))
+        mine = some_keys(100)
+        assert directory.publish(member, mine, [])
+        with pytest.raises(OSError, match="full"):
+            all(directory.publish(dead, some_keys(500), []) for _ in range(1000))
+        assert directory.renew(member, TIME)
+        assert len(directory.members()) == 2
+        with pytest.raises(OSError, match="full"):
+            directory.publish(member, some_keys(500), mine[:50])
+        assert directory.holders(mine) == [()] * 50 + [(member.number,)] * 50, "what was removed is withdrawn first"
+        third = directory.join(b"c" * 16, "host3:1", TIME)
+        assert third in directory.members().values()
+        directory.leave(dead)
+        for _ in range(64):
+            directory.scrub(PARTITIONS * BUCKETS // 64)
+        assert directory.counts().entries == 50
+        assert directory.publish(member, some_keys(500), [])
+        directory.close()
+
+
 class Liar:
     """A server that answers anything."""
 
@@ -406,6 +430,6 @@ def test_slots_are_those_of_valkey(cluster: list[ValkeyServer]) -> None:
 
 def test_all_scripts_are_simulated() -> None:
     found = [one for one in vars(directory_scripts).values() if isinstance(one, Script | HashLookup)]
-    assert len(found) == 12
+    assert len(found) == 13
     for script in found:
         assert hasattr(SimulatedValkey, f"_{script.name}"), script.name

@@ -208,22 +208,23 @@ class BlockDirectory:
         """Say that a member holds the blocks ``stored``, and not those ``removed``; no block may be in both. False if
         its lease has ended, or if Valkey has lost what it published: then it must join again, and publish everything
         again. After an OSError nobody knows what was published: publish the same again, or what is true by then."""
+        if removed and not self._say(member, scripts.WITHDRAW, (), removed):
+            return False
+        return self._say(member, scripts.PUBLISH, stored, ()) if stored or not removed else True
+
+    def _say(self, member: Member, script: Script, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> bool:
+        """One publish. A script of its own withdraws, in a call of its own: a server that is full refuses to store."""
         epoch, me = b"%d" % member.epoch, member.epoch.to_bytes(EPOCH, "big")
-        there = {one: items for one, items, _ in self._divided(marks_of(stored, self._masks))}
-        gone = {one: items for one, items, _ in self._divided(marks_of(removed, self._masks))}
-        parts = sorted(there.keys() | gone.keys())
         with self._publishing:
             self._number = number = self._number + 1
             acknowledged = self._acknowledged.setdefault(member.epoch, [0] * PARTITIONS)
-            calls = [
-                ScriptCall(
-                    scripts.PUBLISH,
-                    self._partitions[one],
-                    (epoch, b"%d" % number, me, b"%d" % acknowledged[one], there.get(one, b""), gone.get(one, b"")),
-                )
-                for one in parts
-            ]
-            alive, *replies = self._run([self._about(scripts.CHECK, epoch), *calls])
+            parts, calls = [], [self._about(scripts.CHECK, epoch)]
+            for one, items, _ in self._divided(marks_of(stored or removed, self._masks)):
+                both = (items, b"") if stored else (b"", items)
+                about = (epoch, b"%d" % number, me, b"%d" % acknowledged[one], *both)
+                parts.append(one)
+                calls.append(ScriptCall(script, self._partitions[one], about))
+            alive, *replies = self._run(calls)
             results = [_whole(reply) for reply in replies]
             for one, result in zip(parts, results, strict=True):
                 if result == 1:
