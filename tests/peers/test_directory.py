@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -433,3 +433,40 @@ def test_all_scripts_are_simulated() -> None:
     assert len(found) == 13
     for script in found:
         assert hasattr(SimulatedValkey, f"_{script.name}"), script.name
+
+
+def test_threads_that_learn_the_members_at_once() -> None:
+    """A reply is compared with the version that was sent, and an older list does not replace a newer one."""
+    valkey = SimulatedValkey(FakeClock(1_800_000_000.0))
+    meanwhile: list[Callable[[], None]] = []
+
+    class Interrupted(SimulatedLink):
+        def run(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+            replies = super().run(calls, timeout)
+            if meanwhile:
+                meanwhile.pop()()
+            return replies
+
+    other = BlockDirectory(SimulatedLink(valkey, []))
+    directory = BlockDirectory(Interrupted(valkey, []))
+    keys = some_keys(3)
+    first = other.join(b"a" * 16, "a:1", TIME)
+    assert other.publish(first, keys, [])
+    assert dict(directory.members()) == {1: first}
+
+    def joined() -> None:
+        other.join(b"b" * 16, "b:1", TIME)
+        directory.members()
+
+    def left() -> None:
+        other.leave(first)
+        directory.members()
+
+    meanwhile.append(joined)
+    assert directory.holders(keys) == [(1,)] * 3
+    assert directory._known.members.keys() == {1, 2}, "what the other thread has learnt"
+    other.join(b"c" * 16, "c:1", TIME)
+    meanwhile.append(left)
+    assert directory.holders(keys) == [(1,)] * 3, "true when it was asked"
+    assert directory._known.members.keys() == {2, 3}
+    assert directory.holders(keys) == [()] * 3

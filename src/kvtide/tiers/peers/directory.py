@@ -90,6 +90,8 @@ class Leases(NamedTuple):
 class _Known(NamedTuple):
     """The members as a directory knows them."""
 
+    asked: int
+    """The number of the question: the answer to a later one is newer, except for a moment when they overtake."""
     version: bytes
     members: Mapping[int, Member]
     epochs: npt.NDArray[np.uint64]
@@ -98,7 +100,7 @@ class _Known(NamedTuple):
     """In the order of ``epochs``."""
 
 
-_UNKNOWN = _Known(b"", MappingProxyType({}), np.zeros(0, np.uint64), np.zeros(0, np.int64))
+_UNKNOWN = _Known(0, b"", MappingProxyType({}), np.zeros(0, np.uint64), np.zeros(0, np.int64))
 
 
 def _tags() -> list[bytes]:
@@ -129,6 +131,8 @@ class BlockDirectory:
         self._place = f"kvtide:{cluster}:{{members}}".encode()
         self._partitions = [b"kvtide:%b:{%b}" % (cluster.encode(), tag) for tag in _tags()]
         self._known = _UNKNOWN
+        self._asked = itertools.count(1)
+        self._learning = threading.Lock()
         self._masks: dict[bytes, int] = {}
         self._publishing = threading.Lock()
         self._number = 0
@@ -182,8 +186,8 @@ class BlockDirectory:
 
     def members(self) -> Mapping[int, Member]:
         """The live members, by number."""
-        self._learn(self._call(scripts.LIST, self._known.version))
-        return self._known.members
+        known, _ = self._ask([])
+        return known.members
 
     def leases(self) -> Leases:
         """The live members, with the time that each has left."""
@@ -197,12 +201,11 @@ class BlockDirectory:
             return []
         parts = self._divided(marks_of(keys, self._masks))
         calls = [ScriptCall(scripts.LOOKUP, self._partitions[one], (items,)) for one, items, _ in parts]
-        changes, *replies = self._run([self._about(scripts.LIST, self._known.version), *calls])
-        self._learn(changes)
+        known, replies = self._ask(calls)
         answers = [_answer(reply, len(places)) for reply, (_, _, places) in zip(replies, parts, strict=True)]
         places = np.concatenate([places for _, _, places in parts])
         counts = np.frombuffer(b"".join([count for count, _ in answers]), np.uint8)
-        return _numbers(self._known, places, counts, b"".join([epochs for _, epochs in answers]))
+        return _numbers(known, places, counts, b"".join([epochs for _, epochs in answers]))
 
     def publish(self, member: Member, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> bool:
         """Say that a member holds the blocks ``stored``, and not those ``removed``; no block may be in both. False if
@@ -276,12 +279,11 @@ class BlockDirectory:
             for _ in range(_SAMPLES):
                 first = secrets.randbelow(BUCKETS - _SAMPLE)
                 calls.append(ScriptCall(scripts.SAMPLE, key, (b"%d" % first, b"%d" % (first + _SAMPLE - 1))))
-        changes, *replies = self._run([self._about(scripts.LIST, self._known.version), *calls])
-        self._learn(changes)
+        known, replies = self._ask(calls)
         found = [[_whole(one) for one in _items(reply, 2)] for reply in replies]
         entries = sum(max(0, entries) for entries, _ in found[::_SAMPLES])
         nbytes = sum(nbytes for _, nbytes in found) * PARTITIONS * BUCKETS // (len(calls) * _SAMPLE)
-        return DirectoryStatistics(entries, nbytes, len(self._known.members))
+        return DirectoryStatistics(entries, nbytes, len(known.members))
 
     def close(self) -> None:
         """Close its connections."""
@@ -299,17 +301,24 @@ class BlockDirectory:
     def _run(self, calls: Sequence[ScriptCall], patience: float = 1.0) -> list[Any]:
         return self._runner.run(calls, patience * self._timeout)
 
-    def _learn(self, reply: Any) -> None:
-        """Take over the members from a reply, if they have changed."""
-        if isinstance(reply, list) and len(reply) == 1 and reply[0] == self._known.version:
-            return
-        members = sorted(_parsed(reply).left, key=lambda member: member.epoch)
-        self._known = _Known(
-            reply[0],
-            MappingProxyType({member.number: member for member in members}),
-            np.array([member.epoch for member in members], np.uint64),
-            np.array([member.number for member in members], np.int64),
-        )
+    def _ask(self, calls: Sequence[ScriptCall]) -> tuple[_Known, list[Any]]:
+        """The replies to calls, and the members, asked for in the same message. Other threads ask too, so both the
+        version that was sent and the members that go with these replies are this call's own."""
+        known, number = self._known, next(self._asked)
+        reply, *replies = self._run([self._about(scripts.LIST, known.version), *calls])
+        if not isinstance(reply, list) or reply != [known.version]:
+            members = sorted(_parsed(reply).left, key=lambda member: member.epoch)
+            known = _Known(
+                number,
+                reply[0],
+                MappingProxyType({member.number: member for member in members}),
+                np.array([member.epoch for member in members], np.uint64),
+                np.array([member.number for member in members], np.int64),
+            )
+            with self._learning:
+                if number > self._known.asked:
+                    self._known = known
+        return known, replies
 
 
 def open_directory(
