@@ -486,3 +486,19 @@ def test_a_partition_that_is_away_ends_no_membership(monkeypatch: pytest.MonkeyP
         newcomer.step()
         assert one.membership.statistics().epoch == epoch
         assert one.membership.own in newcomer.members().values(), "who cannot join knows the others"
+
+
+def test_scrubbing_does_not_outlast_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer takes a while, and there are hundreds of buckets to visit."""
+    one = Steps(lease=9.0)
+    run = one.link.run
+
+    def slow(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        one.clock.advance(0.6)
+        return run(calls, timeout)
+
+    monkeypatch.setattr(one.link, "run", slow)
+    for _ in range(20):
+        one.clock.advance(one.membership.step())
+        assert own(one.membership)
+    assert one.membership.statistics().joins == 1

@@ -9,7 +9,7 @@ compares the name in its greeting, and every checksum. It costs a request that f
 question was sent, so that no lease is believed for longer than the server's clock says, whatever its clock shows.
 
 **Scrubbing.** With each renewal, a node removes what the dead have published from some buckets of the directory. All
-nodes together visit every bucket in half an hour, however many nodes there are.
+nodes together visit every bucket in half an hour, however many nodes there are, unless Valkey is too slow for that.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Membership:
         finally:  # the others are members, whether this node is one or not
             leases = self._fetch()
         if self._own is not None:
-            self._scrub(len(leases.left))
+            self._scrub(leases)
 
     def _fetch(self) -> Leases:
         sent = self._clock.monotonic()
@@ -249,10 +249,11 @@ class Membership:
             self._joined = sent
             self._own, self._last = (member, sent + self._lease), member
 
-    def _scrub(self, members: int) -> None:
-        left = math.ceil(PARTITIONS * BUCKETS * self._lease / _RENEWALS / _PASS / max(1, members))
-        while left > 0 and not self._closed:
-            self._scrubbed += self._directory.scrub(min(left, _SLICE))
+    def _scrub(self, leases: Leases) -> None:
+        """Until the next renewal is due: a slow server is scrubbed more slowly."""
+        left = math.ceil(PARTITIONS * BUCKETS * self._lease / _RENEWALS / _PASS / max(1, len(leases.left)))
+        while left > 0 and not self._closed and self._clock.monotonic() < self._due:
+            self._scrubbed += self._directory.scrub(min(left, _SLICE), leases)
             left -= _SLICE
 
     def _tell(self) -> None:

@@ -256,11 +256,11 @@ class BlockDirectory:
 
     # -- memory -------------------------------------------------------------------------------------------
 
-    def scrub(self, buckets: int) -> int:
+    def scrub(self, buckets: int, leases: Leases | None = None) -> int:
         """Remove what the dead have published from the next ``buckets`` buckets, of ``PARTITIONS * BUCKETS``, whoever
         scrubbed those before; returns the number of entries removed. Do it in small slices: the server does nothing
-        else meanwhile."""
-        leases = self.leases()
+        else meanwhile. ``leases``: if they were just fetched; members that joined since are safe."""
+        leases = leases or self.leases()
         live = b"".join(sorted(member.epoch.to_bytes(EPOCH, "big") for member in leases.left))
         first = _whole(self._call(scripts.TURN, b"%d" % buckets))
         calls, stop = [], first + min(buckets, PARTITIONS * BUCKETS)
