@@ -16,8 +16,9 @@ import pytest
 import kvtide
 from kvtide import config as configuration
 from kvtide.block import BlockKey
-from kvtide.events import BlockStored, EventsLost, Feed
-from kvtide.index.index import SEALED, Index
+from kvtide.events import BlockRemoved, BlockStored, EventsLost, Feed
+from kvtide.index.index import ABSENT, SEALED, Index
+from kvtide.index.work_slices import SLICE
 from kvtide.peers.announcer import Announcer
 from kvtide.peers.membership import Membership
 from kvtide.store.store import Store
@@ -27,6 +28,7 @@ from kvtide.testing.interface import until
 from kvtide.testing.servers import ValkeyServer
 from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers.directory import BlockDirectory, open_directory
+from kvtide.tiers.peers.directory_scripts import ITEM
 from kvtide.tiers.shared.valkey_scripts import ScriptCall
 
 LAYOUT = kvtide.Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=16)
@@ -502,3 +504,93 @@ def test_scrubbing_does_not_outlast_the_lease(monkeypatch: pytest.MonkeyPatch) -
         one.clock.advance(one.membership.step())
         assert own(one.membership)
     assert one.membership.statistics().joins == 1
+
+
+class Answers:
+    """Stands between a node and its Valkey: answers after a while, or says no."""
+
+    def __init__(self, one: Steps) -> None:
+        self.run, self.clock = one.link.run, one.clock
+        one.link.run = self  # type: ignore[method-assign]
+        self.delay = 0.0
+        self.refusal: OSError | None = None
+        self.blocks: list[int] = []
+        """Blocks in each publish."""
+
+    def __call__(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        self.clock.advance(self.delay)
+        mine = [call for call in calls if call.script.name == "publish"]
+        if mine:
+            self.blocks.append(sum(len(call.arguments[4]) for call in mine) // ITEM)
+            if self.refusal is not None:
+                raise self.refusal
+        return self.run(calls, timeout)
+
+
+def test_a_node_leaves_a_busy_server_time() -> None:
+    """It pauses for as long as a publish took; after a timeout it sends less, later and later; and sends all."""
+    one = Announcing(lease=100_000.0)
+    one.membership.step()
+    keys = some_keys(2000)
+    one.put(*keys)
+    server = Answers(one)
+    server.delay, server.refusal = 0.5, TimeoutError(errno.ETIMEDOUT, "busy")
+    delays = [one.announcer.step() for _ in range(8)]
+    assert max(delays[:2]) <= 2.0
+    assert 7.0 < min(delays[5:]) <= max(delays) <= 15.0
+    assert server.blocks[0] == 2000
+    assert server.blocks[-1] <= 64
+    server.refusal = None
+    while one.found(keys) < 2000:
+        assert one.announcer.step() >= 0.5
+    assert max(server.blocks[8:]) > 100, "batches grow again"
+
+
+def test_nodes_do_not_visit_all_rows_at_the_same_moment() -> None:
+    dues = set()
+    for _ in range(3):
+        one = Announcing()
+        one.membership.step()
+        dues.add(one.announcer.step())
+    assert len(dues) == 3
+    assert max(dues) <= 3600.0
+
+
+def test_one_step_visits_some_of_the_rows() -> None:
+    one = Announcing()
+    one.membership.step()
+    one.index._keys = [None] * 100_000
+    one.index._grow(100_001)
+    assert one.announcer.step() == 0.0
+    left = one.announcer.statistics().rows_left
+    assert 0 < left <= 100_000 - 64 * SLICE + 2
+    assert one.announcer.step() == 0.0
+    assert one.announcer.statistics().rows_left == left - 64 * SLICE
+    while one.announcer.step() == 0.0:
+        pass
+    assert one.announcer.statistics().rows_left == 0
+
+
+def test_on_a_full_server_removals_are_announced() -> None:
+    """What there is no room for does not stand in their way."""
+    one = Announcing(lease=100_000.0)
+    one.membership.step()
+    old, new = some_keys(50), some_keys(50)
+    one.put(*old)
+    while one.found(old) < 50:
+        one.announcer.step()
+    server = Answers(one)
+    server.refusal = OSError(errno.ENOSPC, "full")
+    one.put(*new)
+    one.announcer.step()
+    for key in old:
+        with one.index.lock:
+            one.index.state[0][one.index.row(key)] = ABSENT
+    one.feed.publish([BlockRemoved("dram", tuple(old), "evicted")])
+    for _ in range(5):
+        one.announcer.step()
+    assert one.found(old) == 0
+    server.refusal = None
+    one.clock.advance(3600.0)
+    while one.found(new) < 50:
+        assert one.announcer.step() < 3600
