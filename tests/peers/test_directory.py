@@ -174,6 +174,20 @@ def test_a_server_that_forgot_the_scripts_is_taught_again(valkey: ValkeyServer) 
     directory.close()
 
 
+@pytest.mark.parametrize("part", [b"leases", b"members"])
+def test_a_member_of_which_half_was_evicted_is_none(valkey: ValkeyServer, part: bytes) -> None:
+    """Nobody else would see it; and its number is free."""
+    directory = open_directory(valkey.url, cluster="half" + part.decode(), timeout=TIME)
+    member = directory.join(b"a" * 16, "a:1", TIME)
+    assert say(valkey, b"DEL", b"kvtide:half%b:{members}:%b" % (part, part)) == 1
+    assert not directory.publish(member, some_keys(3), [])
+    assert not directory.renew(member, TIME)
+    other = directory.join(b"b" * 16, "b:1", TIME)
+    assert other.number == member.number
+    assert list(directory.members().values()) == [other]
+    directory.close()
+
+
 def test_an_epoch_is_never_given_again(valkey: ValkeyServer) -> None:
     """Not even by a server that has forgotten which it gave, since others may still have entries with it."""
     directory = open_directory(valkey.url, cluster="epochs", timeout=TIME)

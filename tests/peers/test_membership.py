@@ -413,7 +413,7 @@ def test_an_epoch_that_was_given_up_is_not_taken_back() -> None:
         kept: Any = None
 
         @property
-        def _own(self) -> Any:  # type: ignore[override]
+        def _own(self) -> Any:
             found = self.kept
             if self.watching:
                 self.watching = False

@@ -85,6 +85,9 @@ local function remove(epoch)
   redis.call('ZREM', base .. ':leases', epoch)
   redis.call('HDEL', base .. ':members', epoch)
 end
+local function alive(epoch)  -- a server that evicts may have lost one of the two
+  return redis.call('ZSCORE', base .. ':leases', epoch) and redis.call('HEXISTS', base .. ':members', epoch) == 1
+end
 local ended = redis.call('ZRANGEBYSCORE', base .. ':leases', '-inf', text(now))
 for _, epoch in ipairs(ended) do remove(epoch) end
 if #ended > 0 then changed() end
@@ -99,7 +102,9 @@ local taken, mine = {{}}, nil
 local all = redis.call('HGETALL', base .. ':members')
 for i = 1, #all, 2 do
   local number = string.byte(all[i + 1], 1) * 256 + string.byte(all[i + 1], 2)
-  if string.sub(all[i + 1], 3, 18) == name or string.sub(all[i + 1], 19) == address then
+  if not redis.call('ZSCORE', base .. ':leases', all[i]) then
+    remove(all[i])
+  elseif string.sub(all[i + 1], 3, 18) == name or string.sub(all[i + 1], 19) == address then
     mine = math.min(number, mine or number)
     remove(all[i])
   else
@@ -126,7 +131,7 @@ RENEW = Script(
     "renew",
     _NOW
     + """
-if not redis.call('ZSCORE', base .. ':leases', ARGV[1]) then return 0 end
+if not alive(ARGV[1]) then return 0 end
 redis.call('ZADD', base .. ':leases', text(now + tonumber(ARGV[2])), ARGV[1])
 for _, part in ipairs({':leases', ':members', ':state'}) do redis.call('PEXPIRE', base .. part, ttl) end
 return 1
@@ -134,7 +139,7 @@ return 1
 )
 """Arguments: epoch, lease in milliseconds. Returns whether the member was alive."""
 
-CHECK = Script("check", _NOW + "return redis.call('ZSCORE', base .. ':leases', ARGV[1]) and 1 or 0")
+CHECK = Script("check", _NOW + "return alive(ARGV[1]) and 1 or 0")
 """Argument: epoch. Returns whether the member is alive."""
 
 LEAVE = Script("leave", _NOW + "remove(ARGV[1]) changed() return 1")
