@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from kvtide.testing.servers import ValkeyServer
 from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers import directory_scripts
 from kvtide.tiers.peers.directory import BlockDirectory, marks_of, open_directory
-from kvtide.tiers.peers.directory_scripts import PARTITIONS
+from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
 from kvtide.tiers.shared.resp import ValkeyConnection, command
 from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import HashLookup, Script, ScriptCall, ScriptRunner, ValkeyScripts
@@ -174,6 +174,20 @@ def test_a_server_that_forgot_the_scripts_is_taught_again(valkey: ValkeyServer) 
     directory.close()
 
 
+@pytest.mark.parametrize("part", [b"leases", b"members"])
+def test_a_member_of_which_half_was_evicted_is_none(valkey: ValkeyServer, part: bytes) -> None:
+    """Nobody else would see it; and its number is free."""
+    directory = open_directory(valkey.url, cluster="half" + part.decode(), timeout=TIME)
+    member = directory.join(b"a" * 16, "a:1", TIME)
+    assert say(valkey, b"DEL", b"kvtide:half%b:{members}:%b" % (part, part)) == 1
+    assert not directory.publish(member, some_keys(3), [])
+    assert not directory.renew(member, TIME)
+    other = directory.join(b"b" * 16, "b:1", TIME)
+    assert other.number == member.number
+    assert list(directory.members().values()) == [other]
+    directory.close()
+
+
 def test_an_epoch_is_never_given_again(valkey: ValkeyServer) -> None:
     """Not even by a server that has forgotten which it gave, since others may still have entries with it."""
     directory = open_directory(valkey.url, cluster="epochs", timeout=TIME)
@@ -238,6 +252,30 @@ def test_a_full_server_refuses(tmp_path: Path) -> None:
         directory.close()
 
 
+def test_on_a_full_server_leases_go_on(tmp_path: Path) -> None:
+    """And it can be emptied: what is withdrawn, and what the dead have left."""
+    with ValkeyServer(tmp_path, maxmemory="4mb", maxmemory_policy="noeviction") as server:
+        directory = open_directory(server.url, timeout=TIME)
+        member, dead = (directory.join(b"%16d" % i, f"host{i}:1", TIME) for i in range(2))
+        mine = some_keys(100)
+        assert directory.publish(member, mine, [])
+        with pytest.raises(OSError, match="full"):
+            all(directory.publish(dead, some_keys(500), []) for _ in range(1000))
+        assert directory.renew(member, TIME)
+        assert len(directory.members()) == 2
+        with pytest.raises(OSError, match="full"):
+            directory.publish(member, some_keys(500), mine[:50])
+        assert directory.holders(mine) == [()] * 50 + [(member.number,)] * 50, "what was removed is withdrawn first"
+        third = directory.join(b"c" * 16, "host3:1", TIME)
+        assert third in directory.members().values()
+        directory.leave(dead)
+        for _ in range(64):
+            directory.scrub(PARTITIONS * BUCKETS // 64)
+        assert directory.counts().entries == 50
+        assert directory.publish(member, some_keys(500), [])
+        directory.close()
+
+
 class Liar:
     """A server that answers anything."""
 
@@ -264,6 +302,9 @@ class Liar:
         [b"1", b"2", b"3", b"4", b"short"],
         [b"1", b"2", b"3", b"4", b"\0\1" + b"n" * 16 + b"\xff\xfe"],
         [b"1", b"2", None, b"4", b"\0\1" + b"n" * 16],
+        [b"1", b"2", b"0", b"4", b"\0\1" + b"n" * 16],
+        [b"1", b"2", b"%d" % (1 << 40), b"4", b"\0\1" + b"n" * 16],
+        [b"1", b"2", b"3", 10**400, b"\0\1" + b"n" * 16],
         [[]],
     ],
     ids=repr,
@@ -273,6 +314,66 @@ def test_nonsense_is_an_error(reply: Any) -> None:
     for ask in (directory.members, directory.leases, directory.counts, lambda: directory.holders(some_keys(3))):
         with pytest.raises(OSError, match="not a directory"):
             ask()
+
+
+@pytest.mark.parametrize("reply", [[1, 1 << 40], [1, 0], [1, -1], [0, 5], [1 << 16, 5]], ids=repr)
+def test_an_epoch_that_cannot_be_is_not_joined_with(reply: Any) -> None:
+    class Joining(Liar):
+        def run(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+            return [reply if call.script.name == "join" else 1 for call in calls]
+
+    with pytest.raises(OSError, match="not a directory"):
+        BlockDirectory(Joining(None)).join(b"a" * 16, "a:1", TIME)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b":1\r\n",
+        b"$-1\r\n",
+        b"*1\r\n" * 3000,
+        b"$99999999999999\r\n",
+        b"*99999999999\r\n",
+        b":" + b"9" * 5000 + b"\r\n",
+    ],
+    ids=["number", "nothing", "deep", "long", "many", "digits"],
+)
+def test_what_does_not_speak_the_protocol_is_an_error(text: bytes) -> None:
+    """And not the end of the thread that asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+
+        def serve() -> None:
+            while True:
+                try:
+                    caller, _ = server.accept()
+                except OSError:
+                    return
+                with caller:
+                    caller.recv(1000)
+                    caller.sendall(text)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.shutdown, socket.SHUT_RDWR)
+        directory = open_directory(f"valkey://127.0.0.1:{server.getsockname()[1]}", timeout=TIME)
+        stack.callback(directory.close)
+        with pytest.raises(OSError, match=r"does not speak|reset"):
+            directory.leases()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [1, None, [1], [[0, 1]], [[0, 1, 2]], [[0, 20_000, [b"h", 1]]], [[b"0", 1, [b"h", 1]]], [[0, 1, [b"\xff", 1]]]],
+)
+def test_a_slot_table_of_nonsense_is_an_error(
+    reply: Any, monkeypatch: pytest.MonkeyPatch, valkey: ValkeyServer
+) -> None:
+    client = ValkeyClient(valkey.url)
+    monkeypatch.setattr(client, "exchange", lambda *_: [reply])
+    with pytest.raises(OSError, match="makes no sense"):
+        client._learn(time.monotonic() + TIME)
+    client.close()
 
 
 def test_answers_of_a_wrong_length_are_errors() -> None:
@@ -343,6 +444,43 @@ def test_slots_are_those_of_valkey(cluster: list[ValkeyServer]) -> None:
 
 def test_all_scripts_are_simulated() -> None:
     found = [one for one in vars(directory_scripts).values() if isinstance(one, Script | HashLookup)]
-    assert len(found) == 12
+    assert len(found) == 13
     for script in found:
         assert hasattr(SimulatedValkey, f"_{script.name}"), script.name
+
+
+def test_threads_that_learn_the_members_at_once() -> None:
+    """A reply is compared with the version that was sent, and an older list does not replace a newer one."""
+    valkey = SimulatedValkey(FakeClock(1_800_000_000.0))
+    meanwhile: list[Callable[[], None]] = []
+
+    class Interrupted(SimulatedLink):
+        def run(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+            replies = super().run(calls, timeout)
+            if meanwhile:
+                meanwhile.pop()()
+            return replies
+
+    other = BlockDirectory(SimulatedLink(valkey, []))
+    directory = BlockDirectory(Interrupted(valkey, []))
+    keys = some_keys(3)
+    first = other.join(b"a" * 16, "a:1", TIME)
+    assert other.publish(first, keys, [])
+    assert dict(directory.members()) == {1: first}
+
+    def joined() -> None:
+        other.join(b"b" * 16, "b:1", TIME)
+        directory.members()
+
+    def left() -> None:
+        other.leave(first)
+        directory.members()
+
+    meanwhile.append(joined)
+    assert directory.holders(keys) == [(1,)] * 3
+    assert directory._known.members.keys() == {1, 2}, "what the other thread has learnt"
+    other.join(b"c" * 16, "c:1", TIME)
+    meanwhile.append(left)
+    assert directory.holders(keys) == [(1,)] * 3, "true when it was asked"
+    assert directory._known.members.keys() == {2, 3}
+    assert directory.holders(keys) == [()] * 3

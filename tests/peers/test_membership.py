@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import pytest
 import kvtide
 from kvtide import config as configuration
 from kvtide.block import BlockKey
-from kvtide.events import EventsLost
+from kvtide.events import BlockRemoved, BlockStored, EventsLost, Feed
+from kvtide.index.index import ABSENT, SEALED, Index
+from kvtide.index.work_slices import SLICE
 from kvtide.peers.announcer import Announcer
 from kvtide.peers.membership import Membership
 from kvtide.store.store import Store
@@ -24,6 +28,8 @@ from kvtide.testing.interface import until
 from kvtide.testing.servers import ValkeyServer
 from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers.directory import BlockDirectory, open_directory
+from kvtide.tiers.peers.directory_scripts import ITEM
+from kvtide.tiers.shared.valkey_scripts import ScriptCall
 
 LAYOUT = kvtide.Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=16)
 MODEL = kvtide.Model(LAYOUT, "membership")
@@ -244,6 +250,26 @@ class Steps:
         self.other = BlockDirectory(SimulatedLink(self.valkey, []))
 
 
+class Announcing(Steps):
+    """With an announcer, and an index that the test fills."""
+
+    def __init__(self, lease: float = 9.0) -> None:
+        super().__init__(lease)
+        self.index, self.feed = Index(2), Feed()
+        self.announcer = Announcer(self.index, self.feed, self.membership._directory, self.membership, clock=self.clock)
+
+    def put(self, *keys: BlockKey) -> None:
+        for key in keys:
+            with self.index.lock:
+                row = self.index.row(key) or self.index.add(key, b"\0" * 32, 0)
+                self.index.identity[row], self.index.state[0][row] = 7, SEALED
+        self.feed.publish([BlockStored("dram", keys)])
+
+    def found(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the blocks another node finds."""
+        return sum(map(bool, self.other.holders(keys)))
+
+
 def own(membership: Membership) -> bool:
     """Whether it is a member now."""
     return membership.own is not None
@@ -329,3 +355,242 @@ def test_a_failing_follower_harms_nobody(caplog: pytest.LogCaptureFixture) -> No
     one.membership.step()
     assert told == [True]
     assert "mine" in caplog.text
+
+
+def test_no_error_ends_the_threads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They try again, and say it once."""
+    one = Announcing()
+    (key,) = some_keys(1)
+    run = one.link.run
+
+    def fail(*_: Any) -> Any:
+        raise OverflowError("mine")
+
+    monkeypatch.setattr(one.link, "run", fail)
+    for _ in range(3):
+        assert one.membership.step() <= 9.0 / 12
+        one.clock.advance(1.0)
+    assert one.membership.statistics().failures == 3
+    assert caplog.text.count("cannot be used") == 1
+    monkeypatch.setattr(one.link, "run", run)
+    one.membership.step()
+    assert own(one.membership)
+    one.put(key)
+    monkeypatch.setattr(one.link, "run", fail)
+    for _ in range(3):
+        assert one.announcer.step() < 100
+    assert one.announcer.statistics().failures == 3
+    assert caplog.text.count("cannot be published") == 1
+    monkeypatch.setattr(one.link, "run", run)
+    one.announcer.step()
+    assert one.found([key]) == 1
+
+
+def test_events_of_a_time_without_a_lease_are_announced() -> None:
+    """The lease is believed to have ended, a block is stored, and then the lease turns out to have been renewed: nobody
+    wakes the announcer, because its backlog was never empty and the epoch is the same."""
+    one = Announcing()
+    keys = some_keys(2)
+    one.put(keys[0])
+    one.membership.step()
+    for _ in range(3):
+        one.announcer.step()
+    assert one.found(keys) == 1
+    lost, one.membership._own = one.membership._own, None
+    one.put(keys[1])
+    assert one.announcer.step() <= 1.0, "it looks again soon"
+    one.membership._own = lost
+    one.announcer.step()
+    assert one.found(keys) == 2
+
+
+def test_an_epoch_that_was_given_up_is_not_taken_back() -> None:
+    """Not even if it is given up at the moment that its renewal is noted."""
+    asked: list[threading.Thread] = []
+
+    class Watched(Membership):
+        watching = False
+        kept: Any = None
+
+        @property
+        def _own(self) -> Any:
+            found = self.kept
+            if self.watching:
+                self.watching = False
+                asked.append(threading.Thread(target=self.rejoin, args=(found[0].epoch,)))
+                asked[0].start()
+                asked[0].join(0.1)  # as long as it waits for the lock
+            return found
+
+        @_own.setter
+        def _own(self, value: Any) -> None:
+            self.kept = value
+
+    one = Steps()
+    member = Watched(BlockDirectory(one.link), b"w" * 16, "host9:9411", lease=9.0, clock=one.clock)
+    member.step()
+    before = member.statistics().epoch
+    one.clock.advance(3.0)
+    run = one.link.run
+
+    def renewed(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        replies = run(calls, timeout)
+        member.watching = calls[-1].script.name == "known"
+        return replies
+
+    one.link.run = renewed  # type: ignore[method-assign]
+    member.step()
+    asked[0].join()
+    one.link.run = run  # type: ignore[method-assign]
+    one.clock.advance(3.0)
+    member.step()
+    assert member.statistics().epoch > before
+
+
+def test_only_the_epoch_that_is_meant_is_given_up() -> None:
+    one = Steps()
+    one.membership.step()
+    first = one.membership.statistics().epoch
+    one.membership.rejoin(first)
+    one.clock.advance(3.0)
+    one.membership.step()
+    second = one.membership.statistics().epoch
+    assert second > first
+    one.membership.rejoin(first)
+    assert one.membership.statistics().epoch == second
+
+
+def test_who_has_given_up_an_epoch_leaves_all_the_same() -> None:
+    one = Steps()
+    one.membership.step()
+    one.membership.rejoin(one.membership.statistics().epoch)
+    one.membership.close()
+    assert not one.other.members()
+
+
+def test_a_partition_that_is_away_ends_no_membership(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Steps()
+    one.membership.step()
+    newcomer = Membership(BlockDirectory(one.link), b"n" * 16, "host9:9411", lease=9.0, clock=one.clock)
+    away = (one.valkey.server_of(b"kvtide:default:{members}") + 1) % 3
+    run = one.link.run
+
+    def part(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        if any(one.valkey.server_of(call.key) == away for call in calls):
+            raise TimeoutError(errno.ETIMEDOUT, "down")
+        return run(calls, timeout)
+
+    monkeypatch.setattr(one.link, "run", part)
+    epoch = one.membership.statistics().epoch
+    for _ in range(10):
+        one.clock.advance(3.0)
+        one.membership.step()
+        newcomer.step()
+        assert one.membership.statistics().epoch == epoch
+        assert one.membership.own in newcomer.members().values(), "who cannot join knows the others"
+
+
+def test_scrubbing_does_not_outlast_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer takes a while, and there are hundreds of buckets to visit."""
+    one = Steps(lease=9.0)
+    run = one.link.run
+
+    def slow(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        one.clock.advance(0.6)
+        return run(calls, timeout)
+
+    monkeypatch.setattr(one.link, "run", slow)
+    for _ in range(20):
+        one.clock.advance(one.membership.step())
+        assert own(one.membership)
+    assert one.membership.statistics().joins == 1
+
+
+class Answers:
+    """Stands between a node and its Valkey: answers after a while, or says no."""
+
+    def __init__(self, one: Steps) -> None:
+        self.run, self.clock = one.link.run, one.clock
+        one.link.run = self  # type: ignore[method-assign]
+        self.delay = 0.0
+        self.refusal: OSError | None = None
+        self.blocks: list[int] = []
+        """Blocks in each publish."""
+
+    def __call__(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        self.clock.advance(self.delay)
+        mine = [call for call in calls if call.script.name == "publish"]
+        if mine:
+            self.blocks.append(sum(len(call.arguments[4]) for call in mine) // ITEM)
+            if self.refusal is not None:
+                raise self.refusal
+        return self.run(calls, timeout)
+
+
+def test_a_node_leaves_a_busy_server_time() -> None:
+    """It pauses for as long as a publish took; after a timeout it sends less, later and later; and sends all."""
+    one = Announcing(lease=100_000.0)
+    one.membership.step()
+    keys = some_keys(2000)
+    one.put(*keys)
+    server = Answers(one)
+    server.delay, server.refusal = 0.5, TimeoutError(errno.ETIMEDOUT, "busy")
+    delays = [one.announcer.step() for _ in range(8)]
+    assert max(delays[:2]) <= 2.0
+    assert 7.0 < min(delays[5:]) <= max(delays) <= 15.0
+    assert server.blocks[0] == 2000
+    assert server.blocks[-1] <= 64
+    server.refusal = None
+    while one.found(keys) < 2000:
+        assert one.announcer.step() >= 0.5
+    assert max(server.blocks[8:]) > 100, "batches grow again"
+
+
+def test_nodes_do_not_visit_all_rows_at_the_same_moment() -> None:
+    dues = set()
+    for _ in range(3):
+        one = Announcing()
+        one.membership.step()
+        dues.add(one.announcer.step())
+    assert len(dues) == 3
+    assert max(dues) <= 3600.0
+
+
+def test_one_step_visits_some_of_the_rows() -> None:
+    one = Announcing()
+    one.membership.step()
+    one.index._keys = [None] * 100_000
+    one.index._grow(100_001)
+    assert one.announcer.step() == 0.0
+    left = one.announcer.statistics().rows_left
+    assert 0 < left <= 100_000 - 64 * SLICE + 2
+    assert one.announcer.step() == 0.0
+    assert one.announcer.statistics().rows_left == left - 64 * SLICE
+    while one.announcer.step() == 0.0:
+        pass
+    assert one.announcer.statistics().rows_left == 0
+
+
+def test_on_a_full_server_removals_are_announced() -> None:
+    """What there is no room for does not stand in their way."""
+    one = Announcing(lease=100_000.0)
+    one.membership.step()
+    old, new = some_keys(50), some_keys(50)
+    one.put(*old)
+    while one.found(old) < 50:
+        one.announcer.step()
+    server = Answers(one)
+    server.refusal = OSError(errno.ENOSPC, "full")
+    one.put(*new)
+    one.announcer.step()
+    for key in old:
+        with one.index.lock:
+            one.index.state[0][one.index.row(key)] = ABSENT
+    one.feed.publish([BlockRemoved("dram", tuple(old), "evicted")])
+    for _ in range(5):
+        one.announcer.step()
+    assert one.found(old) == 0
+    server.refusal = None
+    one.clock.advance(3600.0)
+    while one.found(new) < 50:
+        assert one.announcer.step() < 3600

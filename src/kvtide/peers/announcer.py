@@ -11,14 +11,20 @@ when the backlog of events was full: since nobody knows then which blocks were r
 which withdraws everything at once, and joins under a new one. The same visit is made every hour under the old epoch,
 for entries that Valkey has evicted or replaced.
 
+**When all nodes publish everything at once**, because they have all joined again, Valkey is too busy to answer. Each
+pauses for as long as its last publish took, publishes fewer blocks at a time after a timeout, and tries again later and
+later.
+
 **What is published** is what ``kvtide.peers.blocks`` would give to a peer: complete in DRAM or on NVMe, not expired, of
 a known owner. Reserved shares are partitions of their own, and only the main one is announced.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,12 +48,18 @@ log = logging.getLogger("kvtide.peers")
 
 _BATCH = 4096
 """Blocks that are published with one call: each partition of the directory gets about 256."""
+_LEAST = 64
+"""The smallest batch, after calls that were not answered in time."""
 _GATHER = 0.05
 """Seconds that events are gathered before they are published."""
 _RETRY = 1.0
-"""Seconds after which a call that failed is made again."""
+"""Seconds after which a call that failed is made again, the first time."""
+_LONGEST_RETRY = 15.0
+"""The longest such time: it doubles with every failure."""
+_SLICES = 64
+"""Slices of rows that one step visits at most."""
 _REFRESH = 3600.0
-"""Seconds between two visits of all rows."""
+"""Seconds between two visits of all rows, at most: they begin at different times on different nodes."""
 _LONGEST = 3600.0
 """Maximum sleep in seconds."""
 
@@ -67,7 +79,7 @@ class AnnouncerStatistics:
     lost: int
     """How often the backlog of events was full."""
     failures: int
-    """Calls that failed because Valkey did not answer, or refused."""
+    """Steps that failed: Valkey did not answer, refused, or answered nonsense."""
 
 
 class Announcer:
@@ -101,6 +113,16 @@ class Announcer:
         """An epoch under which nothing is published any more."""
         self._next_row = self._stop_row = 0
         """Rows that are to be visited."""
+        self._to_store: list[BlockKey] = []
+        self._to_remove: list[BlockKey] = []
+        """The batch that is being published, as the index had it: news of its blocks are published after it."""
+        self._row_after = 0
+        """The next row, when the batch has been published."""
+        self._published = False
+        """Whether the last step published something."""
+        self._size = _BATCH
+        self._in_a_row = 0
+        """Failures since something was stored."""
         self._refresh_due = math.inf
         self._stored = self._removed = self._rebuilds = self._lost = self._failures = 0
         self._failed = False
@@ -137,6 +159,11 @@ class Announcer:
         if ours and self._backlog.put(event):
             self._wake.set()
 
+    @property
+    def _to_publish(self) -> bool:
+        """Whether there is more to publish, or may be."""
+        return self._published or bool(self._to_store or self._to_remove) or self._next_row < self._stop_row
+
     # -- the thread ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -150,8 +177,11 @@ class Announcer:
             left = self.step()
             if self._closed.is_set():
                 return
-            if self._failed:
-                self._closed.wait(min(left, _RETRY))
+            if self._failed or self._to_publish:
+                # A pause as long as the last publish took: a server that all nodes publish to has half of its time
+                # for other things, leases among them.
+                self._closed.wait(min(left, _LONGEST_RETRY))
+                rest()
             elif left > 0:
                 self._wake.wait(min(left, _LONGEST))
                 self._closed.wait(_GATHER)
@@ -159,60 +189,96 @@ class Announcer:
                 rest()
 
     def step(self) -> float:
-        """What the thread does: publish one batch. Returns the seconds until the next is due; infinity if there is none
-        until an event."""
+        """What the thread does: publish one batch. Returns the seconds until the next is due, unless an event comes
+        before; infinity if it is closed."""
         with self._stepping:
-            own = self._membership.own
-            if self._closed.is_set() or self._origin is not forks.here or own is None or own.epoch == self._given_up:
-                return math.inf
-            if own.epoch != self._epoch:
-                self._begin(own.epoch)
-            now = self._clock.monotonic()
+            try:
+                return self._step()
+            except Exception as e:  # noqa: BLE001 - whatever it is: without this thread nothing is announced any more
+                return self._fail(e)
+
+    def _fail(self, error: Exception) -> float:
+        """Returns the seconds until the next attempt: longer each time, and not the same for all nodes, which fail at
+        the same time if the server is too busy."""
+        self._failures += 1
+        if not self._in_a_row:
+            log.warning(
+                "blocks of this node cannot be published: %r; it is tried again",
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
+        self._failed = True
+        delay = min(_RETRY * (1 << self._in_a_row), _LONGEST_RETRY) * random.uniform(0.5, 1.0)
+        self._in_a_row = min(self._in_a_row + 1, 16)
+        if isinstance(error, TimeoutError):
+            self._size = max(_LEAST, self._size // 2)
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            # A server that is full still removes. So go on to the next removals; the next visit of all rows publishes
+            # what there was no room for.
+            self._to_store = []
+        return delay
+
+    def _step(self) -> float:
+        own = self._membership.own
+        if self._closed.is_set() or self._origin is not forks.here:
+            return math.inf
+        if own is None or own.epoch == self._given_up:
+            # The backlog keeps its events, so no further one wakes the thread; and nobody tells when a lease that was
+            # believed to have ended is renewed after all.
+            return _RETRY
+        if own.epoch != self._epoch:
+            self._begin(own.epoch)
+        now = self._clock.monotonic()
+        if not self._to_store and not self._to_remove:
             if now >= self._refresh_due:
                 self._visit_all(now)
             if not self._gather():
                 self._give_up()
-                return math.inf
-            stored, removed, next_row = self._batch()
-            if not stored and not removed and next_row >= self._stop_row:
-                self._dirty.clear()
-                self._next_row = next_row
-                return max(0.0, self._refresh_due - now)
-            try:
-                good = self._directory.publish(own, stored, removed) if stored or removed else True
-            except OSError as e:
-                self._failures += 1
-                if not self._failed:
-                    log.warning("blocks of this node cannot be published: %s; it is tried again", e)
-                self._failed = True
                 return _RETRY
-            self._failed = False
-            if not good:
-                self._give_up()
-                return math.inf
+            self._to_store, self._to_remove, self._row_after = self._batch()
             self._dirty.clear()
-            self._next_row = next_row
+        if self._closed.is_set():
+            return math.inf
+        removed = self._to_remove[: self._size]
+        stored = self._to_store[: self._size - len(removed)]
+        took = 0.0
+        self._published = bool(stored or removed)
+        if self._published:
+            if not self._directory.publish(own, stored, removed):
+                self._give_up()
+                return _RETRY
+            took = self._clock.monotonic() - now
+            self._size = min(_BATCH, self._size + _BATCH // 16)
+            self._in_a_row = 0 if stored else self._in_a_row  # a full server removes, and that is no success yet
             self._stored += len(stored)
             self._removed += len(removed)
-            return 0.0
+            del self._to_store[: len(stored)], self._to_remove[: len(removed)]
+        self._failed = False
+        if self._to_store or self._to_remove:
+            return took
+        self._next_row = self._row_after
+        if self._published or self._next_row < self._stop_row:
+            return took
+        return max(0.0, self._refresh_due - now)
 
     def _begin(self, epoch: int) -> None:
         """Publish everything under a new epoch: events of before do not matter any more."""
         self._epoch = epoch
         self._rebuilds += 1
         self._dirty.clear()
+        self._to_store, self._to_remove = [], []
         while self._backlog.take() is not None:
             pass
         self._visit_all(self._clock.monotonic())
 
     def _visit_all(self, now: float) -> None:
         self._next_row, self._stop_row = 1, self._index.size
-        self._refresh_due = now + _REFRESH
+        self._refresh_due = now + _REFRESH * random.uniform(0.75, 1.0)
 
     def _give_up(self) -> None:
         """Nothing that was published under this epoch can be relied on."""
         self._given_up = self._epoch
-        self._membership.rejoin()
+        self._membership.rejoin(self._epoch)
 
     # -- what is to be published --------------------------------------------------------------------------
 
@@ -242,7 +308,8 @@ class Announcer:
             removed += [key for key, here in zip(part, there, strict=True) if not here and self._dirty[key]]
         row = self._next_row
         news = set(removed)
-        while row < self._stop_row and len(stored) < _BATCH:
+        most = row + _SLICES * SLICE
+        while row < min(self._stop_row, most) and len(stored) < _BATCH and not self._closed.is_set():
             rows = np.arange(row, min(row + SLICE, self._stop_row))
             if row > self._next_row:
                 rest()

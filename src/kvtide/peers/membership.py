@@ -9,7 +9,7 @@ compares the name in its greeting, and every checksum. It costs a request that f
 question was sent, so that no lease is believed for longer than the server's clock says, whatever its clock shows.
 
 **Scrubbing.** With each renewal, a node removes what the dead have published from some buckets of the directory. All
-nodes together visit every bucket in half an hour, however many nodes there are.
+nodes together visit every bucket in half an hour, however many nodes there are, unless Valkey is too slow for that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from kvtide import forks
 from kvtide.clock import Clock, SystemClock, TurnedClock
-from kvtide.tiers.peers.directory import BlockDirectory
+from kvtide.tiers.peers.directory import BlockDirectory, Leases
 from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
 from kvtide.tiers.peers.members import Member
 
@@ -55,7 +55,7 @@ class MembershipStatistics:
     """0: not a member now."""
     joins: int
     failures: int
-    """Steps that failed because Valkey did not answer, or refused."""
+    """Steps that failed: Valkey did not answer, refused, or answered nonsense."""
     scrubbed: int
     """Entries of dead members that were removed."""
 
@@ -82,7 +82,9 @@ class Membership:
         self._lock = threading.Lock()
         self._stepping = threading.Lock()
         self._own: tuple[Member, float] | None = None
-        """This node as a member, and until when that is known to hold."""
+        """This node as a member, and until when that is known to hold. Written with the lock held."""
+        self._last: Member | None = None
+        """What this node joined as, if Valkey may still take it for that: also after ``rejoin``."""
         self._leases: Mapping[Member, float] = {}
         """Until when each member is believed."""
         self._snapshot: tuple[Mapping[int, Member], float] = (_NOBODY, math.inf)
@@ -105,6 +107,7 @@ class Membership:
         return f"<Membership {'outside' if own is None else f'number {own.number}'}, {len(self.members())} members>"
 
     def forked(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent may have held it
         self._own, self._leases, self._snapshot, self._followers = None, {}, (_NOBODY, math.inf), ()
 
     # -- what is known ------------------------------------------------------------------------------------
@@ -154,11 +157,15 @@ class Membership:
 
         return unfollow
 
-    def rejoin(self) -> None:
-        """Give up this epoch for a new one: what was published under the old one will not be believed any more."""
-        self._own = None
-        # Not at once if it has just joined: something may be wrong that another epoch does not heal.
-        self._due = self._joined + self._lease / _RETRIES
+    def rejoin(self, epoch: int) -> None:
+        """Give up this epoch for a new one: what was published under the old one will not be believed any more.
+        Nothing happens if this node has another epoch by now."""
+        with self._lock:
+            if self._own is None or self._own[0].epoch != epoch:
+                return
+            self._own = None
+            # Not at once if it has just joined: something may be wrong that another epoch does not heal.
+            self._due = self._joined + self._lease / _RETRIES
         self._wake.set()
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -186,11 +193,15 @@ class Membership:
                 try:
                     self._work(now)
                     self._failed = False
-                except OSError as e:
+                except Exception as e:  # whatever it is: without this thread the node is never a member again
                     self._failures += 1
                     self._due = min(self._due, now + self._lease / _RETRIES)
                     if not self._failed:
-                        log.warning("the directory of the cluster cannot be used: %s; it is tried again", e)
+                        log.warning(
+                            "the directory of the cluster cannot be used: %r; it is tried again",
+                            e,
+                            exc_info=not isinstance(e, OSError),
+                        )
                     self._failed = True
         self._tell()
         now = self._clock.monotonic()
@@ -199,15 +210,21 @@ class Membership:
         return max(0.0, min(ends) - now)
 
     def _work(self, now: float) -> None:
-        if self._address:
-            self._keep(now)
+        try:
+            if self._address:
+                self._keep(now)
+        finally:  # the others are members, whether this node is one or not
+            leases = self._fetch()
+        if self._own is not None:
+            self._scrub(leases)
+
+    def _fetch(self) -> Leases:
         sent = self._clock.monotonic()
         leases = self._directory.leases()
         with self._lock:
             self._leases = {member: sent + left for member, left in leases.left.items()}
             self._look_again(sent)
-        if self._own is not None:
-            self._scrub(len(leases.left))
+        return leases
 
     def _keep(self, now: float) -> None:
         """Renew the lease, or join."""
@@ -223,17 +240,20 @@ class Membership:
                 "that it serves at %s; it joins again",
                 self._address,
             )
-            self._own = None
+            with self._lock:
+                self._own = self._last = None
         sent = self._clock.monotonic()
         member = self._directory.join(self._name, self._address, self._lease)
         self._joins += 1
-        self._joined = sent
-        self._own = (member, sent + self._lease)
+        with self._lock:
+            self._joined = sent
+            self._own, self._last = (member, sent + self._lease), member
 
-    def _scrub(self, members: int) -> None:
-        left = math.ceil(PARTITIONS * BUCKETS * self._lease / _RENEWALS / _PASS / max(1, members))
-        while left > 0 and not self._closed:
-            self._scrubbed += self._directory.scrub(min(left, _SLICE))
+    def _scrub(self, leases: Leases) -> None:
+        """Until the next renewal is due: a slow server is scrubbed more slowly."""
+        left = math.ceil(PARTITIONS * BUCKETS * self._lease / _RENEWALS / _PASS / max(1, len(leases.left)))
+        while left > 0 and not self._closed and self._clock.monotonic() < self._due:
+            self._scrubbed += self._directory.scrub(min(left, _SLICE), leases)
             left -= _SLICE
 
     def _tell(self) -> None:
@@ -256,10 +276,10 @@ class Membership:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._stepping:
-            own, self._own = self._own, None
             with self._lock:
+                last, self._own, self._last = self._last, None, None
                 self._leases = {}
                 self._look_again(self._clock.monotonic())
-            if own is not None:
-                with contextlib.suppress(OSError):  # then its lease ends by itself
-                    self._directory.leave(own[0])
+            if last is not None:
+                with contextlib.suppress(Exception):  # then its lease ends by itself
+                    self._directory.leave(last)

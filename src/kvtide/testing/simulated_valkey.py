@@ -186,6 +186,8 @@ class SimulatedValkey:
         assert me == mine.to_bytes(EPOCH, "big")
         return 1
 
+    _withdraw = _publish
+
     @staticmethod
     def _set(place: _Place, bucket: dict[bytes, bytes], entry: bytes, epochs: list[int]) -> None:
         if epochs:

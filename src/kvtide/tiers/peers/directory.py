@@ -52,10 +52,16 @@ __all__ = ["BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_
 _SAMPLES, _SAMPLE = 4, 16
 """How many stretches of buckets of a partition are measured, and how many buckets each has."""
 
+_PATIENCE = 2
+"""How many times the usual time a join or renewal may take: a server that is too busy for the publishes of all nodes
+must not end their leases too, or all publish everything again."""
 _JOINS = 5
 """How often an epoch is asked for, if it turns out to have been given before."""
 _AHEAD = 60_000
 """The next one is up to so much higher: the time in milliseconds that a clock may be behind."""
+
+_EPOCHS = 1 << 8 * EPOCH
+"""Epochs are less than this."""
 
 Marks = npt.NDArray[np.uint64]
 
@@ -84,6 +90,8 @@ class Leases(NamedTuple):
 class _Known(NamedTuple):
     """The members as a directory knows them."""
 
+    asked: int
+    """The number of the question: the answer to a later one is newer, except for a moment when they overtake."""
     version: bytes
     members: Mapping[int, Member]
     epochs: npt.NDArray[np.uint64]
@@ -92,7 +100,7 @@ class _Known(NamedTuple):
     """In the order of ``epochs``."""
 
 
-_UNKNOWN = _Known(b"", MappingProxyType({}), np.zeros(0, np.uint64), np.zeros(0, np.int64))
+_UNKNOWN = _Known(0, b"", MappingProxyType({}), np.zeros(0, np.uint64), np.zeros(0, np.int64))
 
 
 def _tags() -> list[bytes]:
@@ -109,8 +117,9 @@ def _tags() -> list[bytes]:
 class BlockDirectory:
     """The directory of one cluster. Thread-safe, but one thread at a time should publish for a member.
 
-    Every call takes ``timeout`` seconds at most, and raises OSError if Valkey does not answer, refuses, or answers what
-    makes no sense.
+    Every question to Valkey, one or two for a call, takes ``timeout`` seconds at most; those that a membership depends
+    on, ``_PATIENCE`` times as many. A call raises OSError if Valkey does not answer, refuses, or answers what makes no
+    sense.
     """
 
     def __init__(self, runner: ScriptRunner, *, cluster: str = "default", timeout: float = 1.0) -> None:
@@ -122,6 +131,8 @@ class BlockDirectory:
         self._place = f"kvtide:{cluster}:{{members}}".encode()
         self._partitions = [b"kvtide:%b:{%b}" % (cluster.encode(), tag) for tag in _tags()]
         self._known = _UNKNOWN
+        self._asked = itertools.count(1)
+        self._learning = threading.Lock()
         self._masks: dict[bytes, int] = {}
         self._publishing = threading.Lock()
         self._number = 0
@@ -141,9 +152,13 @@ class BlockDirectory:
             raise ValueError(f"the name has {len(name)} bytes, not 16")
         least = 0
         for _ in range(_JOINS):
-            reply = self._call(scripts.JOIN, name, address.encode(), _milliseconds(lease), b"%d" % least)
+            about = (name, address.encode(), _milliseconds(lease), b"%d" % least)
+            (reply,) = self._run([self._about(scripts.JOIN, *about)], _PATIENCE)
             number, epoch = (_whole(one) for one in _items(reply, 2))
-            enrolled = self._run([ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions])
+            if not 0 < number < 1 << 16 or not 0 < epoch < _EPOCHS:
+                raise _nonsense()
+            enrolling = [ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions]
+            enrolled = self._run(enrolling, _PATIENCE)
             if all(_whole(new) for new in enrolled):
                 self._acknowledged = {epoch: [0] * PARTITIONS}
                 return Member(number, epoch, name, address)
@@ -152,13 +167,18 @@ class BlockDirectory:
 
     def renew(self, member: Member, lease: float) -> bool:
         """Extend the lease to ``lease`` seconds from now. False if it has ended, or if Valkey has lost something that
-        the member published: then it must join again, and publish everything again."""
+        the member published: then it must join again, and publish everything again. If some servers do not answer, but
+        the one with the members does, the lease is extended, and what the others have is not known: this is True."""
         epoch = b"%d" % member.epoch
-        calls = [ScriptCall(scripts.KNOWN, key, (epoch,)) for key in self._partitions]
+        (alive,) = self._run([self._about(scripts.RENEW, epoch, _milliseconds(lease))], _PATIENCE)
+        if _whole(alive) != 1:
+            return False
         expected = list(self._acknowledged.get(member.epoch, [0] * PARTITIONS))
-        alive, *known = self._run([self._about(scripts.RENEW, epoch, _milliseconds(lease)), *calls])
-        complete = all(_whole(number) >= least for number, least in zip(known, expected, strict=True))
-        return _whole(alive) == 1 and complete
+        try:
+            known = self._run([ScriptCall(scripts.KNOWN, key, (epoch,)) for key in self._partitions])
+            return all(_whole(number) >= least for number, least in zip(known, expected, strict=True))
+        except OSError:
+            return True
 
     def leave(self, member: Member) -> None:
         """End the lease now."""
@@ -166,8 +186,8 @@ class BlockDirectory:
 
     def members(self) -> Mapping[int, Member]:
         """The live members, by number."""
-        self._learn(self._call(scripts.LIST, self._known.version))
-        return self._known.members
+        known, _ = self._ask([])
+        return known.members
 
     def leases(self) -> Leases:
         """The live members, with the time that each has left."""
@@ -181,33 +201,33 @@ class BlockDirectory:
             return []
         parts = self._divided(marks_of(keys, self._masks))
         calls = [ScriptCall(scripts.LOOKUP, self._partitions[one], (items,)) for one, items, _ in parts]
-        changes, *replies = self._run([self._about(scripts.LIST, self._known.version), *calls])
-        self._learn(changes)
+        known, replies = self._ask(calls)
         answers = [_answer(reply, len(places)) for reply, (_, _, places) in zip(replies, parts, strict=True)]
         places = np.concatenate([places for _, _, places in parts])
         counts = np.frombuffer(b"".join([count for count, _ in answers]), np.uint8)
-        return _numbers(self._known, places, counts, b"".join([epochs for _, epochs in answers]))
+        return _numbers(known, places, counts, b"".join([epochs for _, epochs in answers]))
 
     def publish(self, member: Member, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> bool:
         """Say that a member holds the blocks ``stored``, and not those ``removed``; no block may be in both. False if
         its lease has ended, or if Valkey has lost what it published: then it must join again, and publish everything
         again. After an OSError nobody knows what was published: publish the same again, or what is true by then."""
+        if removed and not self._say(member, scripts.WITHDRAW, (), removed):
+            return False
+        return self._say(member, scripts.PUBLISH, stored, ()) if stored or not removed else True
+
+    def _say(self, member: Member, script: Script, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> bool:
+        """One publish. A script of its own withdraws, in a call of its own: a server that is full refuses to store."""
         epoch, me = b"%d" % member.epoch, member.epoch.to_bytes(EPOCH, "big")
-        there = {one: items for one, items, _ in self._divided(marks_of(stored, self._masks))}
-        gone = {one: items for one, items, _ in self._divided(marks_of(removed, self._masks))}
-        parts = sorted(there.keys() | gone.keys())
         with self._publishing:
             self._number = number = self._number + 1
             acknowledged = self._acknowledged.setdefault(member.epoch, [0] * PARTITIONS)
-            calls = [
-                ScriptCall(
-                    scripts.PUBLISH,
-                    self._partitions[one],
-                    (epoch, b"%d" % number, me, b"%d" % acknowledged[one], there.get(one, b""), gone.get(one, b"")),
-                )
-                for one in parts
-            ]
-            alive, *replies = self._run([self._about(scripts.CHECK, epoch), *calls])
+            parts, calls = [], [self._about(scripts.CHECK, epoch)]
+            for one, items, _ in self._divided(marks_of(stored or removed, self._masks)):
+                both = (items, b"") if stored else (b"", items)
+                about = (epoch, b"%d" % number, me, b"%d" % acknowledged[one], *both)
+                parts.append(one)
+                calls.append(ScriptCall(script, self._partitions[one], about))
+            alive, *replies = self._run(calls)
             results = [_whole(reply) for reply in replies]
             for one, result in zip(parts, results, strict=True):
                 if result == 1:
@@ -236,11 +256,11 @@ class BlockDirectory:
 
     # -- memory -------------------------------------------------------------------------------------------
 
-    def scrub(self, buckets: int) -> int:
+    def scrub(self, buckets: int, leases: Leases | None = None) -> int:
         """Remove what the dead have published from the next ``buckets`` buckets, of ``PARTITIONS * BUCKETS``, whoever
         scrubbed those before; returns the number of entries removed. Do it in small slices: the server does nothing
-        else meanwhile."""
-        leases = self.leases()
+        else meanwhile. ``leases``: if they were just fetched; members that joined since are safe."""
+        leases = leases or self.leases()
         live = b"".join(sorted(member.epoch.to_bytes(EPOCH, "big") for member in leases.left))
         first = _whole(self._call(scripts.TURN, b"%d" % buckets))
         calls, stop = [], first + min(buckets, PARTITIONS * BUCKETS)
@@ -259,12 +279,11 @@ class BlockDirectory:
             for _ in range(_SAMPLES):
                 first = secrets.randbelow(BUCKETS - _SAMPLE)
                 calls.append(ScriptCall(scripts.SAMPLE, key, (b"%d" % first, b"%d" % (first + _SAMPLE - 1))))
-        changes, *replies = self._run([self._about(scripts.LIST, self._known.version), *calls])
-        self._learn(changes)
+        known, replies = self._ask(calls)
         found = [[_whole(one) for one in _items(reply, 2)] for reply in replies]
         entries = sum(max(0, entries) for entries, _ in found[::_SAMPLES])
         nbytes = sum(nbytes for _, nbytes in found) * PARTITIONS * BUCKETS // (len(calls) * _SAMPLE)
-        return DirectoryStatistics(entries, nbytes, len(self._known.members))
+        return DirectoryStatistics(entries, nbytes, len(known.members))
 
     def close(self) -> None:
         """Close its connections."""
@@ -279,20 +298,27 @@ class BlockDirectory:
     def _call(self, script: Script, *arguments: bytes) -> Any:
         return self._run([self._about(script, *arguments)])[0]
 
-    def _run(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        return self._runner.run(calls, self._timeout)
+    def _run(self, calls: Sequence[ScriptCall], patience: float = 1.0) -> list[Any]:
+        return self._runner.run(calls, patience * self._timeout)
 
-    def _learn(self, reply: Any) -> None:
-        """Take over the members from a reply, if they have changed."""
-        if isinstance(reply, list) and len(reply) == 1 and reply[0] == self._known.version:
-            return
-        members = sorted(_parsed(reply).left, key=lambda member: member.epoch)
-        self._known = _Known(
-            reply[0],
-            MappingProxyType({member.number: member for member in members}),
-            np.array([member.epoch for member in members], np.uint64),
-            np.array([member.number for member in members], np.int64),
-        )
+    def _ask(self, calls: Sequence[ScriptCall]) -> tuple[_Known, list[Any]]:
+        """The replies to calls, and the members, asked for in the same message. Other threads ask too, so both the
+        version that was sent and the members that go with these replies are this call's own."""
+        known, number = self._known, next(self._asked)
+        reply, *replies = self._run([self._about(scripts.LIST, known.version), *calls])
+        if not isinstance(reply, list) or reply != [known.version]:
+            members = sorted(_parsed(reply).left, key=lambda member: member.epoch)
+            known = _Known(
+                number,
+                reply[0],
+                MappingProxyType({member.number: member for member in members}),
+                np.array([member.epoch for member in members], np.uint64),
+                np.array([member.number for member in members], np.int64),
+            )
+            with self._learning:
+                if number > self._known.asked:
+                    self._known = known
+        return known, replies
 
 
 def open_directory(
@@ -340,7 +366,7 @@ def _whole(reply: Any) -> int:
     """A whole number."""
     if isinstance(reply, bytes) and reply.isdigit() and len(reply) < 20:
         return int(reply)
-    if not isinstance(reply, int):
+    if not isinstance(reply, int) or not -(1 << 63) <= reply < 1 << 63:
         raise _nonsense()
     return reply
 
@@ -365,6 +391,8 @@ def _parsed(reply: Any) -> Leases:
         except UnicodeDecodeError:
             raise _nonsense() from None
         member = Member(int.from_bytes(about[:2], "big"), _whole(epoch), about[2:18], address)
+        if not 0 < member.epoch < _EPOCHS:
+            raise _nonsense()
         left[member] = _whole(rest) / 1000
     return Leases(_whole(reply[1]), left)
 

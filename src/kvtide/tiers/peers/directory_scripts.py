@@ -19,6 +19,8 @@ back, the partitions notice that they had the epoch before.
 server that lost data, or a replica that took over and had not heard everything, has a lower number than it should, or
 does not know the epoch at all; so its members learn that they must publish everything again.
 
+**A full server** (``noeviction``) refuses what stores entries, and nothing else: leases, removals and scrubbing go on.
+
 **A bucket** stays in the compact encoding of small hashes (a listpack) while it has at most 512 entries of at most 64
 bytes. So there are at most 12 epochs in an entry: the thirteenth replaces the oldest. With 262,144 buckets, 100 million
 entries fit.
@@ -49,6 +51,7 @@ __all__ = [
     "SCRUB",
     "TTL",
     "TURN",
+    "WITHDRAW",
 ]
 
 PARTITIONS = 16
@@ -65,7 +68,11 @@ BASE = 1_735_689_600_000
 TTL = 86_400_000
 """Milliseconds after which Valkey removes what no live member cares for: a bucket that was not scrubbed."""
 
-_NOW = f"""
+_EVEN_IF_FULL = "#!lua flags=allow-oom\n"
+"""Begins scripts that also a server runs that has no memory left: they free some, or need little, and leases depend on
+them. Only what stores entries is refused then."""
+
+_NOW = f"""{_EVEN_IF_FULL}
 local base, ttl = KEYS[1], {TTL}
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -77,6 +84,9 @@ end
 local function remove(epoch)
   redis.call('ZREM', base .. ':leases', epoch)
   redis.call('HDEL', base .. ':members', epoch)
+end
+local function alive(epoch)  -- a server that evicts may have lost one of the two
+  return redis.call('ZSCORE', base .. ':leases', epoch) and redis.call('HEXISTS', base .. ':members', epoch) == 1
 end
 local ended = redis.call('ZRANGEBYSCORE', base .. ':leases', '-inf', text(now))
 for _, epoch in ipairs(ended) do remove(epoch) end
@@ -92,7 +102,9 @@ local taken, mine = {{}}, nil
 local all = redis.call('HGETALL', base .. ':members')
 for i = 1, #all, 2 do
   local number = string.byte(all[i + 1], 1) * 256 + string.byte(all[i + 1], 2)
-  if string.sub(all[i + 1], 3, 18) == name or string.sub(all[i + 1], 19) == address then
+  if not redis.call('ZSCORE', base .. ':leases', all[i]) then
+    remove(all[i])
+  elseif string.sub(all[i + 1], 3, 18) == name or string.sub(all[i + 1], 19) == address then
     mine = math.min(number, mine or number)
     remove(all[i])
   else
@@ -119,7 +131,7 @@ RENEW = Script(
     "renew",
     _NOW
     + """
-if not redis.call('ZSCORE', base .. ':leases', ARGV[1]) then return 0 end
+if not alive(ARGV[1]) then return 0 end
 redis.call('ZADD', base .. ':leases', text(now + tonumber(ARGV[2])), ARGV[1])
 for _, part in ipairs({':leases', ':members', ':state'}) do redis.call('PEXPIRE', base .. part, ttl) end
 return 1
@@ -127,7 +139,7 @@ return 1
 )
 """Arguments: epoch, lease in milliseconds. Returns whether the member was alive."""
 
-CHECK = Script("check", _NOW + "return redis.call('ZSCORE', base .. ':leases', ARGV[1]) and 1 or 0")
+CHECK = Script("check", _NOW + "return alive(ARGV[1]) and 1 or 0")
 """Argument: epoch. Returns whether the member is alive."""
 
 LEAVE = Script("leave", _NOW + "remove(ARGV[1]) changed() return 1")
@@ -158,7 +170,7 @@ member epoch, milliseconds until the lease ends, and number, name and address.""
 
 TURN = Script(
     "turn",
-    f"""
+    f"""{_EVEN_IF_FULL}
 local first = redis.call('HINCRBY', KEYS[1] .. ':state', 'cursor', ARGV[1]) - ARGV[1]
 return first % {PARTITIONS * BUCKETS}
 """,
@@ -167,7 +179,7 @@ return first % {PARTITIONS * BUCKETS}
 
 ENROL = Script(
     "enrol",
-    f"""
+    f"""{_EVEN_IF_FULL}
 local new = redis.call('HSETNX', KEYS[1] .. ':roster', ARGV[1], '0')
 redis.call('PEXPIRE', KEYS[1] .. ':roster', {TTL})
 return new
@@ -177,7 +189,7 @@ return new
 
 KNOWN = Script(
     "known",
-    f"""
+    f"""{_EVEN_IF_FULL}
 redis.call('PEXPIRE', KEYS[1] .. ':roster', {TTL})
 return tonumber(redis.call('HGET', KEYS[1] .. ':roster', ARGV[1]) or '-1')
 """,
@@ -234,9 +246,12 @@ return 1
 stored, items removed. Returns 1; 0 if a later publish was run before, and this one not; -1 if the member may not
 publish here, or an acknowledged publish was lost."""
 
+WITHDRAW = Script("withdraw", _EVEN_IF_FULL + PUBLISH.text)
+"""The same, if nothing is stored: a server that is full runs it."""
+
 SCRUB = Script(
     "scrub",
-    f"""
+    f"""{_EVEN_IF_FULL}
 local base, roster, live, newest = KEYS[1], KEYS[1] .. ':roster', {{}}, tonumber(ARGV[2])
 local first, last = tonumber(ARGV[3]), tonumber(ARGV[4])
 local call, sub, byte = redis.call, string.sub, string.byte

@@ -23,6 +23,11 @@ __all__ = ["Reply", "ValkeyConnection", "ValkeyRefused", "command"]
 _BUFFER = 32 << 10
 _PARTS = 64
 """How many buffers are passed to the kernel at a time."""
+_DIGITS = 20
+"""The most characters of a number: it has 64 bits."""
+_LONGEST, _MOST, _DEEPEST = 64 << 20, 1 << 20, 8
+"""The most that ``reply`` takes: bytes of a value, items of a list, and lists in lists. More is not Valkey's answer to
+anything that is asked here."""
 
 Reply: TypeAlias = "int | bytes | ValkeyRefused | list[Reply] | None"
 Part = bytes | Span
@@ -75,7 +80,7 @@ class ValkeyConnection:
             if count:
                 left[0] = memoryview(left[0])[count:]
 
-    def reply(self, end: float) -> Reply:
+    def reply(self, end: float, depth: int = 0) -> Reply:
         line = self._line(end)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -87,13 +92,13 @@ class ValkeyConnection:
             return number
         if number < 0:
             return None
-        if kind == b"$":
+        if kind == b"$" and number <= _LONGEST:
             value = bytearray(number)
             self._fill(memoryview(value), end)
             self._line(end)
             return bytes(value)
-        if kind == b"*":
-            return [self.reply(end) for _ in range(number)]
+        if kind == b"*" and number <= _MOST and depth < _DEEPEST:
+            return [self.reply(end, depth + 1) for _ in range(number)]
         raise _nonsense()
 
     def values(self, count: int, end: float) -> list[bytes] | ValkeyRefused:
@@ -192,9 +197,11 @@ def _left(end: float) -> float:
 
 def _number(text: bytes) -> int:
     try:
-        return int(text)
+        if len(text) <= _DIGITS:
+            return int(text)
     except ValueError:
-        raise _nonsense() from None
+        pass
+    raise _nonsense()
 
 
 def _nonsense() -> OSError:

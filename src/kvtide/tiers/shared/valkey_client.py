@@ -215,10 +215,7 @@ class ValkeyClient:
                 if address == known[-1]:
                     raise
                 continue
-            slots = [self.host] * SLOTS
-            for first, last, (host, port, *_), *_ in checked(reply):
-                slots[first : last + 1] = [(host.decode() if host else address[0], port)] * (last + 1 - first)
-            self._slots = slots
+            self._slots = slots = _table(checked(reply), self.host, address[0])
             return slots
         raise AssertionError("home is always known")
 
@@ -326,7 +323,22 @@ def checked(reply: Any) -> Any:
     raise OSError(errno.EIO, f"Valkey refused ({word})")
 
 
-def _facts(info: bytes) -> dict[str, str]:
+def _table(reply: Any, home: Address, here: str) -> list[Address]:
+    """The server of each slot, from what the server at ``here`` says."""
+    slots = [home] * SLOTS
+    try:
+        for first, last, (host, port, *_), *_ in reply:
+            if not 0 <= first <= last < SLOTS or not 0 < port < 65536:
+                raise ValueError
+            slots[first : last + 1] = [(host.decode() if host else here, port)] * (last + 1 - first)
+    except (TypeError, ValueError, AttributeError):
+        raise OSError(errno.EPROTO, "what Valkey says of its cluster makes no sense") from None
+    return slots
+
+
+def _facts(info: Any) -> dict[str, str]:
+    if not isinstance(info, bytes):
+        raise OSError(errno.EPROTO, "what answers there does not speak the protocol of Valkey")
     lines = info.decode("utf-8", "replace").splitlines()
     return {name: value for name, mark, value in (line.partition(":") for line in lines) if mark}
 
