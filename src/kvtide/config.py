@@ -230,13 +230,63 @@ class Peers(_Section, frozen=True):
         str,
         _plain(
             'Addresses of nodes whose blocks this node reads: "10.0.0.7:9411 10.0.0.8:9411"; its own may be among '
-            "them, so that all nodes can have the same list; empty: none."
+            "them, so that all nodes can have the same list; empty: those in peers.directory, or none."
         ),
     ] = ""
+    directory: Annotated[
+        str,
+        _plain(
+            "Valkey server that keeps the list of nodes and who has which block: valkey://HOST:6379/0, or valkeys:// "
+            "for TLS; embedded: this node starts a server itself, at the next port after that of peers.listen; "
+            "embedded://HOST:PORT: one that another node has started; empty: none."
+        ),
+    ] = ""
+    directory_user: Annotated[
+        str, _plain("User name for authentication at peers.directory; empty: the default user.")
+    ] = ""
+    directory_password_file: Annotated[
+        str, _path("File with the password for peers.directory; empty: no password.")
+    ] = ""
+    directory_certificate: Annotated[
+        str,
+        _path(
+            "File with the CA certificate that verifies the server of peers.directory; empty: the system's CA "
+            "certificates."
+        ),
+    ] = ""
+    directory_identity: Annotated[
+        str,
+        _path("File with the client certificate and its key, if the server of peers.directory requires one."),
+    ] = ""
+    cluster: Annotated[
+        str,
+        _plain("Name of the cluster in peers.directory: nodes with different names do not know of each other."),
+    ] = "kvtide"
+    lease: Annotated[
+        float,
+        _time(
+            "How long peers.directory lists a node that it does not hear from; must be the same for all nodes.", ge=0.5
+        ),
+    ] = 10.0
+    most: Annotated[
+        int,
+        _plain(
+            "The most nodes of peers.directory that are read from at a time; others replace them when they are needed.",
+            ge=1,
+            le=32,
+        ),
+    ] = 8
     listen: Annotated[
         str,
         _plain(
             "Address at which other nodes may read this node's blocks, for example 10.0.0.7:9411; empty: they may not."
+        ),
+    ] = ""
+    announce: Annotated[
+        str,
+        _plain(
+            "Address of this node that peers.directory tells other nodes, if they cannot use that of peers.listen, "
+            "for example because that is 0.0.0.0:9411; empty: that of peers.listen."
         ),
     ] = ""
     token_file: Annotated[
@@ -569,6 +619,8 @@ SECRETS = frozenset(
         "node.certificate",
         "node.tokens",
         "peers.certificate",
+        "peers.directory_identity",
+        "peers.directory_password_file",
         "peers.token_file",
         "security.key_file",
         "security.key_source",

@@ -24,6 +24,7 @@ from kvtide.block import Group, Kind, Layout
 
 __all__ = [
     "ABSENT",
+    "DRAIN",
     "EXPECT",
     "EXPLAIN",
     "FEATURES",
@@ -41,6 +42,7 @@ __all__ = [
     "Close",
     "Collect",
     "Collected",
+    "Drain",
     "Drop",
     "EndEarlierRights",
     "Ended",
@@ -109,7 +111,9 @@ ABSENT: Final = "absent"
 """The peer knows ``Absent`` and ``Missed``."""
 EXPLAIN: Final = "explain"
 """The peer knows ``Explain``."""
-FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT, EXPLAIN)
+DRAIN: Final = "drain"
+"""The peer knows ``Drain``."""
+FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT, EXPLAIN, DRAIN)
 """Optional features of this version. A feature is used if both peers announced it."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
@@ -548,6 +552,13 @@ class ForgetTenant(_Message, tag="erase"):
     tenant: bytes
 
 
+class Drain(_Message, tag="drain"):
+    """Leave the cluster of nodes, and write what is hot to shared storage; with ``resume``: be a member again. Answer:
+    whether the node is in a cluster; how far it is, is in its statistics. For nodes with the feature ``DRAIN``."""
+
+    resume: bool = False
+
+
 class Unmapped(_Message, tag="unmapped"):
     """Report memory, of this node or an earlier one, that the client has unmapped, by name. Answer: nil."""
 
@@ -602,6 +613,7 @@ Operation = (
     | Expect
     | Explain
     | Models
+    | Drain
 )
 
 

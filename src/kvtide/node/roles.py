@@ -52,6 +52,7 @@ NEEDS: Mapping[type, Role] = {
     p.Expire: Role.WRITE,
     p.Flush: Role.WRITE,
     p.ForgetTenant: Role.ADMIN,
+    p.Drain: Role.ADMIN,
     p.Unmapped: Role.READ,
     p.Follow: Role.READ,
     p.EndEarlierRights: Role.READ,

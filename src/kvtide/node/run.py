@@ -23,8 +23,11 @@ from kvtide.node.admin.http import Http
 from kvtide.node.server.loop import run_in_loop
 from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.server import Node
+from kvtide.peers.cluster_node import ClusterNode
+from kvtide.peers.embedded_directory import EmbeddedDirectory
 from kvtide.peers.server import PeerServer
 from kvtide.store.store import Store
+from kvtide.tiers.peers.cluster import EMBEDDED, check_cluster, with_directory
 from kvtide.version import __version__
 
 __all__ = ["detach", "serve"]
@@ -65,20 +68,34 @@ async def _serve(
         if not alone:
             return True
         passes = HttpAuth(config.node)
+        check_cluster(config.peers)
+        directory = None
+        if config.peers.directory == EMBEDDED:
+            directory = EmbeddedDirectory(config.peers)
+            config = with_directory(config, directory.host, directory.port)
         mapped_memory = MappedMemory(beside(path, "lent"))
-        store = Store(config, mapped=True, already_mapped=mapped_memory.elsewhere)
-        node = peers = None
+        node = peers = cluster = store = None
+
+        def close() -> None:
+            """In this order: nobody finds this node any more, it serves nobody any more, it writes what it keeps."""
+            for part in (cluster, peers, store, directory):
+                if part is not None:
+                    part.close()
+
         try:
+            store = Store(config, mapped=True, already_mapped=mapped_memory.elsewhere)
             node = Node(store, path, mapped_memory)
             http = Http(node, passes)
             if config.node.http:
                 await http.listen(config.node.http)
             if config.peers.listen:
                 peers = node.peers = PeerServer(store)
+                if config.peers.directory:
+                    cluster = node.cluster = ClusterNode(store, peers)
         except BaseException:
             if node is not None:
                 node.close()
-            store.close()
+            close()
             raise
         log.info("kvtide %s serves at %s", __version__, path)
         _notify("READY=1")
@@ -90,12 +107,6 @@ async def _serve(
         await stop.wait()
         _notify("STOPPING=1")
         node.close()
-
-        def close() -> None:
-            if peers is not None:
-                peers.close()
-            store.close()
-
         closing = threading.Thread(target=close, name="kvtide-close", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, stop_seconds)

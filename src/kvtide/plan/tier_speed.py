@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtide.clock import Clock, SystemClock
 
-__all__ = ["Speed", "SpeedStatistics"]
+__all__ = ["Speed", "SpeedState", "SpeedStatistics"]
 
 _FIRST_GUESS = 1e9
 _WEIGHT = 0.2
@@ -36,6 +37,16 @@ class SpeedStatistics:
     """Number of measurements; 0: a guess, or remembered."""
     remembered: bool = False
     """Whether an earlier process measured it, and this one has not yet."""
+
+
+class SpeedState(NamedTuple):
+    """What was measured, to be used again later: see ``Speed.replace``."""
+
+    rate: float = _FIRST_GUESS
+    measured: int = 0
+    remembered: bool = False
+    measured_at: float = -math.inf
+    tried_at: float = -math.inf
 
 
 class Speed:
@@ -81,6 +92,13 @@ class Speed:
     def tried(self) -> None:
         """Record that a trial has begun."""
         self._tried_at = self._clock.monotonic()
+
+    def replace(self, state: SpeedState) -> SpeedState:
+        """Go on with another ``state``, because the medium is another one now; returns the one until now."""
+        with self._lock:
+            before = SpeedState(self._rate, self._count, self._remembered, self._measured_at, self._tried_at)
+            self._rate, self._count, self._remembered, self._measured_at, self._tried_at = state
+        return before
 
     def seconds(self, nbytes: float) -> float:
         """Expected seconds for ``nbytes``."""

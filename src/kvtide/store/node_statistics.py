@@ -12,6 +12,8 @@ from kvtide.store.store import Statistics
 
 __all__ = [
     "ClientStatistics",
+    "ClusterServing",
+    "DrainStatistics",
     "ModelStatistics",
     "NodeStatistics",
     "PeerServing",
@@ -83,6 +85,41 @@ class PeerServing:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainStatistics:
+    """How far a drain is."""
+
+    blocks: int = 0
+    """Blocks in memory that were in no shared storage when it began."""
+    written: int = 0
+    """Those of them that are there now."""
+    done: bool = False
+    storages: list[str] = field(default_factory=list)
+    """Where they are written; empty: there is no shared storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterServing:
+    """A node's own part in a cluster."""
+
+    address: str = ""
+    """What other nodes are told."""
+    number: int = 0
+    epoch: int = 0
+    """0: it is not a member now."""
+    announced: int = 0
+    """Blocks that were entered into the directory since the node started, and"""
+    withdrawn: int = 0
+    """those that were removed from it."""
+    waiting: int = 0
+    """Blocks of the index that are still to be looked at for the directory, after the node joined."""
+    rebuilds: int = 0
+    """How often all blocks were entered anew."""
+    failures: int = 0
+    draining: DrainStatistics | None = None
+    """None if it does not drain."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatistics:
     pid: int = 0
     path: str = ""
@@ -100,6 +137,8 @@ class NodeStatistics:
     administrators, and over HTTP for authenticated callers."""
     peers: PeerServing | None = None
     """None if other nodes are not served."""
+    cluster: ClusterServing | None = None
+    """None if it is in no cluster, or only reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +171,12 @@ def least(status: Status) -> Status:
         replace(c, pid=0, seconds=0.0, requests=0, failures=0, bytes_unsent=0, models=[]) for c in status.node.clients
     ]
     budgets = {n: replace(b, steward=replace(b.steward, who="")) for n, b in status.store.budgets.items()}
-    peers = replace(status.node.peers, address="") if status.node.peers is not None else None
+    node, nodes = status.node, status.store.cluster
+    peers = replace(node.peers, address="") if node.peers is not None else None
+    cluster = replace(node.cluster, address="") if node.cluster is not None else None
+    if nodes is not None:
+        nodes = replace(nodes, members=tuple(replace(member, address="") for member in nodes.members))
     return Status(
-        replace(without_recording(status.store), budgets=budgets),
-        replace(status.node, pid=0, path="", clients=clients, warnings=[], settings={}, peers=peers),
+        replace(without_recording(status.store), budgets=budgets, cluster=nodes),
+        replace(node, pid=0, path="", clients=clients, warnings=[], settings={}, peers=peers, cluster=cluster),
     )

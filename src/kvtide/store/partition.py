@@ -46,6 +46,7 @@ from kvtide.plan.ranking_cache import RankingCache
 from kvtide.plan.usage_tracker import UsageTracker
 from kvtide.plan.write_budget import WriteBudget
 from kvtide.security.key_ring import KeyRing
+from kvtide.serial_executor import SerialExecutor
 from kvtide.store.housekeeping import Housekeeper
 from kvtide.store.known_models import KnownModels
 from kvtide.store.outgoing import OutgoingBlocks
@@ -59,6 +60,9 @@ from kvtide.tiers.format.record import belongs
 from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.nvme.drop_positions import DropLogPositions
 from kvtide.tiers.nvme.tier import Nvme
+from kvtide.tiers.peers.cluster import check_cluster, directory_of
+from kvtide.tiers.peers.endings import Endings
+from kvtide.tiers.peers.position import PeerPosition
 from kvtide.tiers.peers.tier import PeerTier
 from kvtide.tiers.peers.trust import PeerTrust, addresses_of
 from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
@@ -70,6 +74,7 @@ from kvtide.tiers.shared.tier import Shared
 from kvtide.tiers.syscalls import Disk
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.lane import Lane
+from kvtide.transfer.node_search import NodeSearch
 from kvtide.transfer.pending_blocks import PendingBlocks
 from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
 from kvtide.transfer.prefetch import Prefetcher
@@ -123,7 +128,9 @@ class Partition:
         self._quotas = quotas = quotas or TenantQuotas()
         shared_storages = list(storages(config, context.disk))
         peers = addresses_of(config.peers)
-        self.index = Index(1 + bool(config.nvme.path) + len(shared_storages) + len(peers))
+        check_cluster(config.peers)
+        positions = config.peers.most if config.peers.directory else 0
+        self.index = Index(1 + bool(config.nvme.path) + len(shared_storages) + len(peers) + positions)
         self.index.absence_log = AbsenceLog(self.index, config.explain.memory, self.clock)
         self.began_empty = True
         """Whether no tier of its own had been used before this opened it: then its records cover its whole life."""
@@ -157,11 +164,8 @@ class Partition:
             self._uses = UsageTracker(self.index, self.clock)
             ranking = policy.make(memory.policy, self.index, DRAM, lambda: room(self.dram))
             self._uses.serve(ranking)
-            if config.nvme.path:
-                self.colds.append(self._open_nvme())
-            self._open_peers(peers)  # before shared storage: their memory is faster
-            for storage in shared_storages:
-                self.colds.append(self._open_shared(*storage))
+            self.nodes = self._open_tiers(peers, positions, shared_storages)
+            """The search in other nodes that a directory lists; None if there is no directory."""
             self._orphans = Orphans(self.index)
             self._housekeeper = Housekeeper(self, self.clock)
             self._running.callback(again_if_interrupted, self._housekeeper.close)
@@ -177,7 +181,11 @@ class Partition:
             )
             speeds = [c.lane.read_speed for c in self.colds]
             self.prefetcher = Prefetcher(self.clock, self.index, self.pipeline.counts, speeds, self._housekeeper.wake)
-            self.pending_blocks = PendingBlocks(self.index, self.colds, self.clock, self.feed, self.pipeline.counts)
+            self.pending_blocks = PendingBlocks(
+                self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.nodes
+            )
+            if self.nodes is not None:
+                self.nodes.forget = lambda name: self.pending_blocks.removed(name, None)
             self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
             self._learning_thread = LearningThread(self._uses)
             self._running.callback(again_if_interrupted, self._learning_thread.close)
@@ -209,6 +217,17 @@ class Partition:
         return f"<Partition {len(self.index)} blocks>"
 
     # -- opening its tiers --------------------------------------------------------------------------------
+
+    def _open_tiers(
+        self, peers: Sequence[str], positions: int, shared: Sequence[tuple[str, Storage, Callable[[], Blobs]]]
+    ) -> NodeSearch | None:
+        if self.config.nvme.path:
+            self.colds.append(self._open_nvme())
+        self._open_peers(peers)  # before shared storage: their memory is faster
+        nodes = self._open_positions(positions)
+        for storage in shared:
+            self.colds.append(self._open_shared(*storage))
+        return nodes
 
     def _open_nvme(self) -> ColdTier:
         settings, security = self.config.nvme, self.config.security
@@ -325,23 +344,53 @@ class Partition:
                 self.colds.append(self._open_peer(address, trust))
 
     def _open_peer(self, address: str, trust: PeerTrust) -> ColdTier:
-        settings, name = self.config.peers, f"peer {address}"
-        tier = PeerTier(
+        tier = self._peer_tier(address, trust)
+        return self._peer_cold(f"peer {address}", tier, tier.call_soon)
+
+    def _peer_tier(self, address: str, trust: PeerTrust, named: bytes = b"") -> PeerTier:
+        settings = self.config.peers
+        return PeerTier(
             address,
             trust,
             connections=settings.connections,
             timeout=settings.timeout,
             encryption=Encryption(self.context.key_ring, seals=False),
-            late=lambda keys: self.pipeline.fail_hung_reads(name, keys),
             own=self.context.name,
+            named=named,
             clock=self.clock,
         )
+
+    def _peer_cold(
+        self, name: str, tier: PeerTier | PeerPosition, call_soon: Callable[[Callable[[], None]], None]
+    ) -> ColdTier:
+        settings = self.config.peers
+        tier.late = lambda keys: self.pipeline.fail_hung_reads(name, keys)
         tier.lost = lambda: self.pending_blocks.removed(name, None)
         self._running.callback(again_if_interrupted, tier.close)
         # Enough that each connection has a next request when one has ended.
-        lane = Lane(tier, self.clock, 0, 8 * settings.connections, tier.call_soon)
+        lane = Lane(tier, self.clock, 0, 8 * settings.connections, call_soon)
         number, patience = len(self.colds) + 1, 2 * settings.timeout
         return ColdTier(number, name, tier, lane, Never(), None, shared=True, read_only=True, patience=patience)
+
+    def _open_positions(self, count: int) -> NodeSearch | None:
+        """Tiers for nodes that the directory lists."""
+        if not count:
+            return None
+        settings = self.config.peers
+        directory = directory_of(settings)
+        trust = PeerTrust(settings, self.config.security)
+        endings, positions = Endings(), list[tuple[ColdTier, PeerPosition]]()
+        calls = SerialExecutor("kvtide-peer-start")
+        self._running.callback(calls.close, 1.0)
+        for number in range(1, count + 1):
+            position = PeerPosition(lambda member: self._peer_tier(member.address, trust, member.name), endings)
+            cold = self._peer_cold(f"peer {number}", position, calls.put)
+            positions.append((cold, position))
+            self.colds.append(cold)
+        own, lease = self.context.name, settings.lease
+        nodes = NodeSearch(positions, directory, endings, own, lease, settings.directory, self.clock)
+        self._running.callback(again_if_interrupted, nodes.close)
+        return nodes
 
     def _write_credits(self, name: str, settings: Storage, blobs: Blobs) -> WriteCredits:
         coordination = CoordinationBlobs(blobs, settings.lease)
@@ -590,12 +639,14 @@ class Partition:
             index = self.index.statistics()
             planner = self.planner.statistics()
             counts = {str(name): n for name, n in sorted(self.pipeline.counts.items()) if n}
+        # Positions for other nodes that were never needed are not worth a line.
+        colds = [c for c in self.colds if not isinstance(c.tier, PeerPosition) or c.tier.used]
         return Statistics(
             index.blocks,
             index.held,
             index.pinned,
-            {"dram": self.dram.statistics(), **{c.name: c.tier.statistics() for c in self.colds}},
-            {c.name: c.lane.statistics() for c in self.colds},
+            {"dram": self.dram.statistics(), **{c.name: c.tier.statistics() for c in colds}},
+            {c.name: c.lane.statistics() for c in colds},
             counts,
             self.pipeline.statistics(),
             planner,
@@ -607,6 +658,7 @@ class Partition:
                 sum(pool.limit for pool in self._scratch),
             ),
             absences=self.index.absence_log.statistics(),
+            cluster=self.nodes.statistics() if self.nodes is not None else None,
         )
 
     def _limited_tenants(self) -> dict[str, TenantStatistics]:

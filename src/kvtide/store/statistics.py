@@ -15,6 +15,7 @@ from kvtide.store.recorder import RecorderStatistics
 from kvtide.tiers.base import TierStatistics
 from kvtide.tiers.shared.credits import BudgetStatistics
 from kvtide.transfer.lane import LaneStatistics
+from kvtide.transfer.node_search import ClusterStatistics
 from kvtide.transfer.pipeline import PipelineStatistics
 
 __all__ = ["ScratchStatistics", "Statistics", "TenantStatistics"]
@@ -97,3 +98,5 @@ class Statistics:
     """Records of why blocks are absent, for ``explain``. Without those of reserved shares."""
     recent: RecentStatistics = field(default_factory=RecentStatistics)
     """Recent requests, and why their blocks were missing."""
+    cluster: ClusterStatistics | None = None
+    """The other nodes that a directory lists; None if there is no directory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -471,6 +471,46 @@ class Demotion:
         if refused := self._residents.refused:
             free |= np.isin(rows, np.fromiter(refused, np.int64, len(refused)))
         return free
+
+    def unshared(self) -> Rows:
+        """The rows in DRAM that are in no storage that others read too, hottest first. Call with the lock held."""
+        rows = np.flatnonzero(self._index.state[DRAM][: self._index.size] == SEALED)
+        for cold in self._colds:
+            if cold.shared:
+                rows = rows[self._index.state[cold.number][rows] != SEALED]
+        return rows[np.argsort(self._policy.score(rows))[::-1]]
+
+    def write_to_shared(self) -> Iterator[int]:
+        """Write the blocks that are in no shared storage to each, hottest first; yields how many are there, whenever
+        that may have changed. Ends when all are, or a storage takes no more."""
+        with self._index.lock:
+            rows = self.unshared()
+            keys = self._index.keys(rows)
+        for cold in self._colds:
+            if not cold.shared:
+                continue
+            at = 0
+            while at < len(keys):
+                some = keys[at : at + _WRITES * _WRITES]
+                with self._index.lock:
+                    mine = self._index.rows(some)
+                    left = len(self._flush(cold, mine[mine > 0]))
+                at += len(some) - left
+                if left and not cold.lane.wait_idle(cold.patience):
+                    return
+                yield self._shared_of(keys)
+            cold.lane.wait_idle(cold.patience)
+        yield self._shared_of(keys)
+
+    def _shared_of(self, keys: Sequence[BlockKey]) -> int:
+        """Number of these blocks that some shared storage has."""
+        with self._index.lock:
+            rows = self._index.rows(keys)
+            there = np.zeros(len(rows), np.bool_)
+            for cold in self._colds:
+                if cold.shared:
+                    there |= self._index.state[cold.number][rows] == SEALED
+            return int(np.count_nonzero(there))
 
     def flush(self) -> None:
         """Write the blocks that only DRAM has, hottest first, to the tiers whose admission says that they should

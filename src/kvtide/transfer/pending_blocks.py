@@ -15,7 +15,6 @@ is notified: no caller then tries to read them, and followers of events learn of
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections import Counter
@@ -33,6 +32,7 @@ from kvtide.index.work_slices import slices
 from kvtide.tiers.base import FoundBlock, Identity, Searched, Wish
 from kvtide.tiers.shared.tier import place_of
 from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.search import BlockSearch, EveryTier
 
 __all__ = ["PendingBlocks"]
 
@@ -43,7 +43,6 @@ _KNOWN = 1 << 18
 
 Keys = Callable[[bytes], list[BlockKey]]
 """Returns the keys of a prompt's blocks in a group, given the group's key suffix."""
-_Place = tuple[ColdTier, Searched]
 
 
 class PendingBlocks:
@@ -56,14 +55,16 @@ class PendingBlocks:
         clock: Clock,
         feed: Feed,
         counts: Counter[str],
+        nodes: BlockSearch | None = None,
     ) -> None:
+        """``nodes`` searches in other nodes; None: all of them are asked."""
         self._index = index
-        self._tiers: list[_Place] = [(cold, cold.tier) for cold in colds if isinstance(cold.tier, Searched)]
-        nodes = [(cold, tier) for cold, tier in self._tiers if cold.read_only]
-        storages = [(cold, tier) for cold, tier in self._tiers if not cold.read_only]
-        self._stages = ([nodes] if nodes else []) + [[storage] for storage in storages]
-        """The tiers to search, one stage after another, those of a stage in parallel."""
-        self._step = _WIDE if nodes else _STEP
+        self._tiers = [cold for cold in colds if isinstance(cold.tier, Searched)]
+        others = [cold for cold in self._tiers if cold.read_only]
+        self._wide = [nodes or EveryTier(others)] if others else []
+        self._stages = self._wide + [EveryTier([cold]) for cold in self._tiers if not cold.read_only]
+        """The searches to make, one after another."""
+        self._step = _WIDE if others else _STEP
         self._clock = clock
         self._feed = feed
         self._counts = counts
@@ -96,7 +97,7 @@ class PendingBlocks:
         row = self._index.row(first)
         if row and self._index.identity[row] not in (0, who.fingerprint):
             return False  # here the key belongs to another identity: what is found elsewhere could not be entered
-        if first not in self._under_way and not all(tier.absent(first, who) for _, tier in self._tiers):
+        if first not in self._under_way and not all(stage.absent(first, who) for stage in self._stages):
             options = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
             begun = {first}
             try:
@@ -141,27 +142,19 @@ class PendingBlocks:
             if stage == len(self._stages) or not left:
                 go_on(first_of(left), reach)
                 return
-            places = self._stages[stage]
-            if not places[0][0].read_only:
+            search = self._stages[stage]
+            if search not in self._wide:
                 reach = min(reach, first_of(left) + _STEP)
             wanted = [wish for wish, n in left.items() if n < reach]
-            lock, unanswered = threading.Lock(), len(places)
+            lock = threading.Lock()
 
-            def found(cold: ColdTier, entries: Sequence[FoundBlock | None]) -> None:
-                nonlocal unanswered
-                here = {w: e for w, e in zip(wanted, entries, strict=True) if e is not None}
-                if here:
-                    self._enter(cold, here)
+            def found(cold: ColdTier, here: Mapping[Wish, FoundBlock]) -> None:
+                self._enter(cold, here)
                 with lock:
                     for wish in here:
                         left.pop(wish, None)
-                    unanswered -= 1
-                    if unanswered:
-                        return
-                ask(stage + 1, left, reach)
 
-            for cold, tier in places:
-                tier.find(wanted, functools.partial(found, cold))
+            search.find(wanted, found, lambda: ask(stage + 1, left, reach))
 
         def go_on(gap: int, reach: int) -> None:
             """Search from the first block that was not found, unless it was asked for everywhere."""
@@ -208,7 +201,7 @@ class PendingBlocks:
 
     def _only_shared(self, rows: Rows) -> Mask:
         """Mask of rows that are only in shared storage."""
-        numbers = [cold.number for cold, _ in self._tiers]
+        numbers = [cold.number for cold in self._tiers]
         here = np.zeros(len(rows), np.bool_)
         for number, state in enumerate(self._index.state):
             if number in numbers:
@@ -228,17 +221,18 @@ class PendingBlocks:
         for some in slices(rows):
             with index.lock:
                 free = some[(index.holds[some] == 0) & (index.pins[some] == 0) & self._only_shared(some)]
-                events = [event for cold, _ in self._tiers for event in self._strike(cold, free, "forgotten")]
+                events = [event for cold in self._tiers for event in self._strike(cold, free, "forgotten")]
             self._feed.publish([*events])
 
     def removed(self, tier: str, names: Sequence[str] | None) -> None:
         """Handle the removal of blobs of these names from a tier's storage; None: the names are unknown, or the tier is
         away."""
         index = self._index
-        cold = next(cold for cold, _ in self._tiers if cold.name == tier)
+        cold = next(cold for cold in self._tiers if cold.name == tier)
         gone = None if names is None else np.array([place_of(name) for name in names], np.int64)
         # A long search, so without the lock: rows that are found are checked again.
-        rows = np.flatnonzero(_among(index.place[cold.number][: index.size], gone))
+        there = index.state[cold.number][: index.size] == SEALED
+        rows = np.flatnonzero(there & _among(index.place[cold.number][: len(there)], gone))
         for some in slices(rows):
             with index.lock:
                 left = some[_among(index.place[cold.number][some], gone)]

@@ -161,6 +161,7 @@ class Pipeline:
         self._index = index
         self._dram = dram
         self.colds = self._colds = colds
+        self._nodes = [cold.number for cold in colds if cold.read_only]
         self._refetching = [cold.tier for cold in colds if isinstance(cold.tier, Refetching)]
         self._uses = uses
         self._feed = feed
@@ -256,7 +257,10 @@ class Pipeline:
         self._uses.stored(rows)
         for cold in self._colds:
             if cold.admission.learns:
+                # What was read from another node is written when it was asked for twice here: see ``record_request``.
                 worth = cold.admission.on_store(rows)
+                if self._nodes:
+                    worth &= ~self._elsewhere(rows)
                 self._demotion.write(cold, rows[worth])
                 absent = np.count_nonzero(self._index.state[cold.number][rows[~worth]] == ABSENT)
                 self.counts[TierCount.STORE_NOT_ADMITTED.of(cold.name)] += int(absent)
@@ -272,9 +276,29 @@ class Pipeline:
         the index lock held."""
         self._uses.asked(rows, length)
         for cold in self._colds:
-            wanted = rows[cold.admission.on_touch(rows)]
+            worth = cold.admission.on_touch(rows)
+            if self._nodes:  # what is asked for again, after it was read from another node
+                worth = worth | (cold.admission.on_store(rows) & self._elsewhere(rows))
+            wanted = rows[worth]
             if len(wanted):
                 self._demotion.write(cold, wanted)
+
+    def _elsewhere(self, rows: Rows) -> Mask:
+        """Mask of rows that were found at another node, which has them too as far as that is known. Call with the lock
+        held."""
+        there = np.zeros(len(rows), np.bool_)
+        for number in self._nodes:
+            there |= self._index.state[number][rows] == SEALED
+        return there
+
+    def count_unshared(self) -> int:
+        """Number of blocks in DRAM that are in no shared storage."""
+        with self._index.lock:
+            return len(self._demotion.unshared())
+
+    def write_to_shared(self) -> Iterator[int]:
+        """See ``Demotion.write_to_shared``."""
+        return self._demotion.write_to_shared()
 
     def expect(self, rows: Sequence[Rows], turn: Turn | None, returns_in: float | None) -> None:
         """Record that a prompt's blocks (each group's first block first) were used, with a hint about their next use.

@@ -353,6 +353,13 @@ class Client(SessionHost):
         answer = link.ask_one(p.Models(tenant))
         return msgspec.convert(answer, dict[str, list[bytes]])["models"]
 
+    def drain(self, *, resume: bool = False) -> bool:
+        """Let the node leave its cluster and write what is hot to shared storage, in the background: see ``status``.
+        With ``resume``: let it be a member again. For administrators. Returns False if it is in no cluster, or of an
+        older version. Raises NodeUnavailable."""
+        link = self.link
+        return p.DRAIN in link.welcome.features and link.ask_one(p.Drain(resume)) is True
+
     def statistics(self) -> Statistics:
         """The statistics of the node's store."""
         return self.status().store

@@ -715,6 +715,9 @@ class ClientHandler:
         erase(self._context.store, self._context.soon, o.tenant, f"user {c.uid}, process {c.pid}", ended)
         return number
 
+    def _drain(self, o: p.Drain) -> bool:
+        return self._context.drain(o.resume)
+
     def _statistics(self, _: p.Statistics) -> Any:
         # Computed once per frame: a thousand of them in one frame would make the other clients wait for a second.
         if self._encoded_at != self.requests:
@@ -810,4 +813,5 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Expect: ClientHandler._expect,
     p.Explain: ClientHandler._explain,
     p.Models: ClientHandler._models,
+    p.Drain: ClientHandler._drain,
 }

@@ -41,5 +41,8 @@ class NodeContext(Protocol):
     def status(self, domain: int | None) -> Status:
         """Statistics of the node and its store, as clients of that trust domain may see them; None: all of them."""
 
+    def drain(self, resume: bool) -> bool:
+        """See ``protocol.Drain``. Begins it, and does not wait."""
+
     def forget(self, token: str, process: int) -> None:
         """A process reports that it does not use the rights of an earlier client of its own any more."""

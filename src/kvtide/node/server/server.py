@@ -32,6 +32,7 @@ from kvtide.node.server.loop import Loop
 from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.refusals import Refusals
 from kvtide.node.server.workers import ServerWorkerGroup
+from kvtide.peers.cluster_node import ClusterNode
 from kvtide.peers.server import PeerServer
 from kvtide.security.audit import audit_of
 from kvtide.store.node_statistics import NodeStatistics, Status, reported_settings, without_recording
@@ -100,6 +101,8 @@ class Node:
         self._hello = msgspec.msgpack.Decoder(p.Hello)
         self.peers: PeerServer | None = None
         """Serves other nodes, if they are served."""
+        self.cluster: ClusterNode | None = None
+        """Makes this node a member of a cluster, if there is a directory."""
         self._access_list = AccessList(store.config.node.users)
         for warning in self._access_list.warnings:
             log.warning("%s", warning)
@@ -185,6 +188,15 @@ class Node:
         if not self._handlers:
             self._wait_for_others(0.0)
 
+    def drain(self, resume: bool) -> bool:
+        """Leave the cluster and write what is hot to shared storage, or ``resume``: on a thread, because the directory
+        may not answer. Returns whether the node is in a cluster."""
+        cluster = self.cluster
+        if cluster is not None:
+            do = cluster.resume if resume else cluster.drain
+            threading.Thread(target=do, name="kvtide-drain-begin", daemon=True).start()
+        return cluster is not None
+
     def forget(self, token: str, process: int) -> None:
         """A process reports that it does not use the rights of an earlier client of its own any more."""
         handler = self._handlers.get(token)
@@ -210,6 +222,7 @@ class Node:
             self._access_list.warnings if domain is None else [],
             reported_settings(self.store.given) if domain is None else {},
             self.peers.statistics() if self.peers is not None else None,
+            self.cluster.statistics() if self.cluster is not None else None,
         )
         return Status(store if domain is None else without_recording(store), node)
 

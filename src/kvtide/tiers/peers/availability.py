@@ -15,7 +15,7 @@ import threading
 from kvtide.clock import Clock
 from kvtide.tiers.peers.protocol import PeerViolation
 
-__all__ = ["Availability", "OwnAddress"]
+__all__ = ["Availability", "OtherNode", "OwnAddress"]
 
 log = logging.getLogger("kvtide.peers")
 
@@ -27,11 +27,16 @@ class OwnAddress(OSError):  # noqa: N818 - a finding
     """The address is the asker's own."""
 
 
-class Availability:
-    """Of the node at ``address``. Thread-safe."""
+class OtherNode(OSError):  # noqa: N818 - a finding
+    """At the address is another node than the one that was meant, or the same one after a restart."""
 
-    def __init__(self, address: str, clock: Clock) -> None:
+
+class Availability:
+    """Of the node at ``address``, or of another ``what``. Thread-safe."""
+
+    def __init__(self, address: str, clock: Clock, what: str = "node") -> None:
         self._address = address
+        self._what = what
         self._clock = clock
         self._lock = threading.Lock()
         self.away = False
@@ -70,7 +75,7 @@ class Availability:
             self._pause = 0.0
             said, self._said = self._said, ""
         if said:
-            log.info("the node at %s answers again", self._address)
+            log.info("the %s at %s answers again", self._what, self._address)
 
     def failed(self, e: OSError, *, trial: bool = False) -> bool:
         """A request failed, or the ``trial``. Returns whether the node was asked until now."""
@@ -87,5 +92,6 @@ class Availability:
             log.info("%s is this node's own address; it is not asked", self._address)
         elif new:
             warn = log.error if isinstance(e, PeerViolation) else log.warning
-            warn("the node at %s is not asked until it answers a greeting again: %s", self._address, reason)
+            text = "the %s at %s is not asked until it answers a greeting again: %s"
+            warn(text, self._what, self._address, reason)
         return first

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.errors import ConfigError
 from kvtide.tiers.base import Identity
-from kvtide.tiers.peers.availability import OwnAddress
+from kvtide.tiers.peers.availability import OtherNode, OwnAddress
 from kvtide.tiers.peers.greeting import ask_in, received
 from kvtide.tiers.peers.protocol import (
     ALL,
@@ -69,13 +69,15 @@ class PeerLink:
         timeout: float,
         watchdog: Watchdog,
         own: bytes,
+        named: bytes = b"",
     ) -> None:
-        """``own`` is the name of the store that asks."""
+        """``own`` is the name of the store that asks, ``named`` that of the one to be asked; empty: any."""
         self._address = address
         self._trust = trust
         self._timeout = timeout
         self._watchdog = watchdog
         self._own = own
+        self._named = named
         self._connection: PeerConnection | None = None
         self._credit = RequestCredit()
         self._number = 0
@@ -171,6 +173,8 @@ class PeerLink:
         welcome = ask_in(connection, secret)
         if welcome.node == self._own:
             raise OwnAddress(errno.ELOOP, "the address is this node's own")
+        if self._named and welcome.node != self._named:
+            raise OtherNode(errno.ESTALE, "another node is at its address now, or it was restarted")
         self._credit = welcome.credit
         return connection
 

@@ -21,8 +21,7 @@ import errno
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +49,8 @@ from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import FLAG_SEALED, Rejected
-from kvtide.tiers.peers.availability import Availability
+from kvtide.tiers.peers.availability import Availability, OtherNode
+from kvtide.tiers.peers.endings import REMEMBERED, Endings
 from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
 from kvtide.tiers.peers.protocol import LocatedBlocks, Presence, RequestCredit
 from kvtide.tiers.peers.trust import PeerTrust
@@ -63,7 +63,6 @@ _SEQUENCE = 0
 """The sequence number of every record that a node sends."""
 _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
-_REMEMBERED = 100_000
 _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
 _CODEC = slice(144, 146)
@@ -81,9 +80,9 @@ class _Worker:
 class PeerTier:
     """The node at ``address``. See the module's docstring.
 
-    ``connections`` requests for blocks are under way at a time, each in at most ``timeout`` seconds. ``late`` is called
-    with the keys of blocks whose read has not ended by its deadline. ``encryption`` knows whose keys were destroyed;
-    ``own`` is the name of the store that asks.
+    ``connections`` requests for blocks are under way at a time, each in at most ``timeout`` seconds. ``encryption``
+    knows whose keys were destroyed; ``own`` is the name of the store that asks, and ``named`` the one that the other
+    must have, if that is known: another store at the same address is not asked.
     """
 
     def __init__(
@@ -94,28 +93,30 @@ class PeerTier:
         connections: int = 2,
         timeout: float = 2.0,
         encryption: Encryption = OPEN,
-        late: Callable[[Sequence[BlockKey]], None] = lambda _: None,
         own: bytes = b"",
+        named: bytes = b"",
         clock: Clock | None = None,
     ) -> None:
         self.address = address
         self._encryption = encryption
-        self._late = late
+        self.late: Callable[[Sequence[BlockKey]], None] = lambda _: None
+        """Called with the keys of blocks whose read has not ended by its deadline."""
         self.lost: Callable[[], None] = lambda: None
         """Called when the node is found to be away: then nothing that was found there can be read."""
         self._clock = clock or SystemClock()
         self._counters = TierCounters()
         self._absent: dict[BlockKey, float] = {}
-        self._ends: dict[BlockKey, float] = {}
-        """When blocks must be absent here, whatever the other node says: at once if they were dropped, or at an expiry
-        that was set here."""
+        self.endings = Endings()
+        """May be replaced by one that several tiers have in common, before anything else."""
+        self.replaced = False
+        """Whether another store was found at the address."""
         self._availability = Availability(address, self._clock)
         self._calls = SerialExecutor("kvtide-peer-start")
         self.call_soon = self._calls.put
         """Run a function on a thread that no other node can block."""
         self._watchdog = Watchdog(min(timeout, LOOKUP))
         self._workers = [
-            _Worker(PeerLink(address, trust, timeout, self._watchdog, own), Packer("raw", OPEN))
+            _Worker(PeerLink(address, trust, timeout, self._watchdog, own, named), Packer("raw", OPEN))
             for _ in range(connections + 1)
         ]
         self._jobs: list[Jobs[_Worker]] = []
@@ -145,9 +146,9 @@ class PeerTier:
             done(read_results(sizes))
 
         def late(items: Sequence[Read]) -> None:
-            self._late([item.key for item in items])
+            self.late([item.key for item in items])
 
-        self._greet()
+        self.greet()
         credit = self._workers[1].link.credit
         most = max(1, min(credit.blocks, credit.nbytes // max([1, *(len(item.span) for item in batch)])))
         self._reading.submit(Batch("read", batch, self._read, size_for(OSError()), finish, late), most)
@@ -158,12 +159,12 @@ class PeerTier:
 
     def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
         """Do not fetch these blocks again. The other node keeps them."""
-        self._end((key, -math.inf) for key, _ in items)
+        self.endings.set((key, -math.inf) for key, _ in items)
         done([True] * len(items))
 
     def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
         """Do not fetch these blocks later than their new expiry. The other node keeps its own."""
-        self._end((key, when) for key, _, when in items)
+        self.endings.set((key, when) for key, _, when in items)
         done([True] * len(items))
 
     def note(self, held: Held) -> None:
@@ -171,17 +172,7 @@ class PeerTier:
 
     def stored(self, keys: Sequence[BlockKey]) -> None:
         """See ``tiers.base.Refetching``."""
-        if self._ends:
-            for key in keys:
-                self._ends.pop(key, None)
-
-    def _end(self, ends: Iterable[tuple[BlockKey, float]]) -> None:
-        for key, when in ends:
-            self._ends.pop(key, None)  # the oldest come first
-            self._ends[key] = when
-        while len(self._ends) > _REMEMBERED:
-            with suppress(KeyError, StopIteration, RuntimeError):  # another thread does the same
-                del self._ends[next(iter(self._ends))]
+        self.endings.stored(keys)
 
     def evict(self, key: BlockKey, place: int) -> None:
         """Does nothing: the place is the other node's."""
@@ -229,7 +220,7 @@ class PeerTier:
             done(results[0])
 
         if self.away:
-            self._greet()
+            self.greet()
             done(nothing)
         else:  # all in one job: a lookup is one round trip
             self._finding.submit(Batch("find", [options], self._find, nothing, finish))
@@ -237,18 +228,18 @@ class PeerTier:
     def absent(self, key: BlockKey, who: Identity) -> bool:
         """See ``tiers.base.Searched``."""
         if self.away:
-            self._greet()
+            self.greet()
             return True
-        if self._ends.get(key, math.inf) <= self._clock.time():
+        if self.endings.of(key) <= self._clock.time():
             return True
         return self._absent.get(key, 0.0) > self._clock.monotonic()
 
     def _miss(self, keys: Sequence[BlockKey]) -> None:
-        if len(self._absent) + len(keys) >= _REMEMBERED:
+        if len(self._absent) + len(keys) >= REMEMBERED:
             self._absent.clear()
         self._absent.update(dict.fromkeys(keys, self._clock.monotonic() + _ABSENT))
 
-    def _greet(self) -> None:
+    def greet(self) -> None:
         """See whether a node that is away answers again, if it is time for that. Does not wait."""
 
         def ended(failures: list[OSError | None]) -> None:
@@ -311,11 +302,11 @@ class PeerTier:
             located.priorities.tolist(),
         )
         blocks = map(FoundBlock, *columns)
-        if not self._ends and len(hits) == len(keys) and (located.expiries > now).all():
+        if not self.endings and len(hits) == len(keys) and (located.expiries > now).all():
             found[start : start + len(keys)] = blocks
             return
         for i, key, block in zip(hits, mine, blocks, strict=True):
-            expiry = min(block.expiry, self._ends.get(key, math.inf))
+            expiry = min(block.expiry, self.endings.of(key))
             if expiry > now:
                 found[start + i] = block._replace(expiry=expiry)
 
@@ -364,7 +355,7 @@ class PeerTier:
         sizes = [0] * len(items)
         now = self._clock.time()
         for i, (item, start) in enumerate(zip(items, starts, strict=True)):
-            if self._ends.get(item.key, math.inf) <= now or not item.wanted:
+            if self.endings.of(item.key) <= now or not item.wanted:
                 self._counters.failed("read", Rejected(Reason.GONE))
                 continue
             payload = item.span[: len(item.wanted) * geometry.stride]
@@ -408,6 +399,7 @@ class PeerTier:
 
     def _failed(self, verb: str, e: Exception, count: int) -> None:
         self._counters.failed(verb, e, count)
+        self.replaced |= isinstance(e, OtherNode)
         if isinstance(e, OSError) and e.errno != errno.EHOSTDOWN and self._availability.failed(e):
             self.call_soon(self.lost)
 

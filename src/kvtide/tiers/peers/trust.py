@@ -56,7 +56,8 @@ class PeerTrust:
 
     def __init__(self, settings: Peers, security: Security) -> None:
         self._settings = settings
-        what = f"peers.listen is {settings.listen!r}" if settings.listen else "peers.addresses is set"
+        others = "peers.addresses" if settings.addresses else "peers.directory"
+        what = f"peers.listen is {settings.listen!r}" if settings.listen else f"{others} is set"
         parts = settings.certificate, settings.authority, settings.names
         if any(parts) and not all(parts):
             raise ConfigError(

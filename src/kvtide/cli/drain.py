@@ -1,0 +1,86 @@
+"""``kvtide drain``: prepares a node of a cluster for its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvtide.node.client.client import Client
+    from kvtide.store.node_statistics import DrainStatistics
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+_LOOKS = 0.2
+"""Seconds between two looks at how far it is."""
+
+
+@app.command()
+def drain(
+    address: Annotated[str, typer.Argument(help="Where the node listens: its socket.")] = "kvtide.sock",
+) -> None:
+    """Let a node leave its cluster, and write what is hot to shared storage, before it is stopped.
+
+    Other nodes find it no more. It goes on serving its clients, and what other nodes are reading. The blocks in its
+    memory that are in no shared storage are written there, the hottest first. Ctrl-C ends that, and the node is a
+    member again; after the end of this command, stop the node with kvtide stop.
+    """
+    from kvtide.errors import ConfigError, TierError
+    from kvtide.node.client.client import Client
+    from kvtide.node.client.link import NodeUnavailable
+
+    path = Path(address.removeprefix("unix:"))
+    with Client(path) as client:
+        try:
+            if not client.drain():
+                raise ConfigError(
+                    f"the node at {path} is in no cluster: it has no peers.directory, or does not serve other nodes"
+                )
+            try:
+                done = _watch(client)
+            except KeyboardInterrupt:
+                client.drain(resume=True)
+                typer.echo("interrupted: the node is a member of its cluster again")
+                raise typer.Exit(1) from None
+        except NodeUnavailable:
+            raise TierError(f"the node at {path} is gone") from None
+    if not done.storages:
+        typer.echo(
+            f"nobody finds the node any more; it writes to no shared storage, so {done.blocks:,} blocks in its memory "
+            "end with it"
+        )
+    elif done.written < done.blocks:
+        typer.echo(f"{done.blocks - done.written:,} blocks could not be written: see the node's log and kvtide status")
+        raise typer.Exit(1)
+    else:
+        typer.echo("drained: the node may be stopped")
+
+
+def _watch(client: Client) -> DrainStatistics:
+    """Wait until it is done, and say how far it is whenever that has changed."""
+    from kvtide.errors import TierError
+
+    said = ""
+    while True:
+        found = client.status().node
+        if not found.seconds:
+            raise TierError("the node is gone")
+        cluster = found.cluster
+        now = cluster.draining if cluster is not None else None
+        if now is None:
+            text = "leaving the cluster"
+        elif now.storages:
+            text = f"{now.written:,} of {now.blocks:,} blocks are in {' and '.join(now.storages)}"
+        else:
+            text = ""
+        if text and text != said:
+            typer.echo(text)
+            said = text
+        if now is not None and now.done:
+            return now
+        time.sleep(_LOOKS)

@@ -1,0 +1,259 @@
+"""Keeps a node a member of its cluster, and knows the other members.
+
+A thread joins, renews the lease three times before it would end, and fetches the list of members each time. When the
+lease is lost, because Valkey was away for too long or has lost its data, it joins again under a new epoch.
+
+**Without contact**, every member is believed until its lease would have ended, as far as that was heard: the snapshot
+becomes empty within one lease, and so does ``own``. To believe a member for too long is safe: whoever reads from it
+compares the name in its greeting, and every checksum. It costs a request that fails. Times are measured from before a
+question was sent, so that no lease is believed for longer than the server's clock says, whatever its clock shows.
+
+**Scrubbing.** With each renewal, a node removes what the dead have published from some buckets of the directory. All
+nodes together visit every bucket in half an hour, however many nodes there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvtide import forks
+from kvtide.clock import Clock, SystemClock, TurnedClock
+from kvtide.tiers.peers.directory import BlockDirectory
+from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
+from kvtide.tiers.peers.members import Member
+
+__all__ = ["Membership", "MembershipStatistics"]
+
+log = logging.getLogger("kvtide.peers")
+
+_RENEWALS = 3
+"""How often a lease is renewed before it would end."""
+_RETRIES = 12
+"""After a failure the next attempt is this part of a lease later."""
+_PASS = 1800.0
+"""Seconds in which all members together visit all buckets."""
+_SLICE = 64
+"""Buckets that are scrubbed with one message: the server does nothing else for about a millisecond."""
+_LONGEST = 3600.0
+"""Maximum sleep in seconds."""
+
+_NOBODY: Mapping[int, Member] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipStatistics:
+    """What a membership did."""
+
+    members: int
+    epoch: int
+    """0: not a member now."""
+    joins: int
+    failures: int
+    """Steps that failed because Valkey did not answer, or refused."""
+    scrubbed: int
+    """Entries of dead members that were removed."""
+
+
+class Membership:
+    """Thread-safe; only ``step`` and ``close`` wait for Valkey."""
+
+    def __init__(
+        self,
+        directory: BlockDirectory,
+        name: bytes,
+        address: str,
+        *,
+        lease: float = 15.0,
+        clock: Clock | None = None,
+    ) -> None:
+        """``name`` is the store's. An empty ``address``: this node serves nobody, so it never joins, and only follows
+        the members."""
+        self._directory = directory
+        self._name = name
+        self._address = address
+        self._lease = lease
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._stepping = threading.Lock()
+        self._own: tuple[Member, float] | None = None
+        """This node as a member, and until when that is known to hold."""
+        self._leases: Mapping[Member, float] = {}
+        """Until when each member is believed."""
+        self._snapshot: tuple[Mapping[int, Member], float] = (_NOBODY, math.inf)
+        """What ``members`` returns, and until when."""
+        self._told: tuple[Member | None, Mapping[int, Member]] = (None, _NOBODY)
+        self._followers: tuple[Callable[[], None], ...] = ()
+        self._due = -math.inf
+        self._joins = self._failures = self._scrubbed = 0
+        self._failed = False
+        self._wake = threading.Event()
+        self._closed = False
+        self._origin = forks.here
+        self._thread: threading.Thread | None = None
+        if isinstance(self._clock, TurnedClock):
+            self._clock.follow(self._wake.set)
+        forks.tell(self)
+
+    def __repr__(self) -> str:
+        own = self.own
+        return f"<Membership {'outside' if own is None else f'number {own.number}'}, {len(self.members())} members>"
+
+    def forked(self) -> None:
+        self._own, self._leases, self._snapshot, self._followers = None, {}, (_NOBODY, math.inf), ()
+
+    # -- what is known ------------------------------------------------------------------------------------
+
+    @property
+    def own(self) -> Member | None:
+        """This node as a member; None while it has no lease that is known to hold."""
+        own = self._own
+        return own[0] if own is not None and self._clock.monotonic() < own[1] else None
+
+    def members(self) -> Mapping[int, Member]:
+        """The live members by number, this node included, as far as known: see the module's docstring."""
+        now = self._clock.monotonic()
+        found, until = self._snapshot
+        if now < until:
+            return found
+        with self._lock:
+            return self._look_again(now)
+
+    def _look_again(self, now: float) -> Mapping[int, Member]:
+        """Make the snapshot anew. Call with the lock held."""
+        live = {member.number: member for member, end in self._leases.items() if now < end}
+        until = min((end for end in self._leases.values() if now < end), default=math.inf)
+        found = MappingProxyType(live) if live else _NOBODY
+        self._snapshot = (found, until)
+        return found
+
+    def statistics(self) -> MembershipStatistics:
+        own = self.own
+        return MembershipStatistics(
+            len(self.members()), own.epoch if own is not None else 0, self._joins, self._failures, self._scrubbed
+        )
+
+    def on_change(self, called: Callable[[], None]) -> Callable[[], None]:
+        """Call ``called`` whenever ``own`` or ``members()`` have changed, on the thread that noticed. It must not
+        block. Call the returned function to stop."""
+
+        def follower() -> None:  # a new object, because one may be added twice
+            called()
+
+        with self._lock:
+            self._followers = (*self._followers, follower)
+
+        def unfollow() -> None:
+            with self._lock:
+                self._followers = tuple(one for one in self._followers if one is not follower)
+
+        return unfollow
+
+    def rejoin(self) -> None:
+        """Give up this epoch for a new one: what was published under the old one will not be believed any more."""
+        self._own = None
+        self._due = -math.inf
+        self._wake.set()
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvtide-membership", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.clear()
+            left = self.step()
+            if not self._closed:
+                self._wake.wait(min(left, _LONGEST))
+
+    def step(self) -> float:
+        """What the thread does: what is due now. Returns the seconds until the next is due."""
+        with self._stepping:
+            if self._closed or self._origin is not forks.here:
+                return math.inf
+            now = self._clock.monotonic()
+            if now >= self._due:
+                self._due = now + self._lease / _RENEWALS
+                try:
+                    self._work(now)
+                    self._failed = False
+                except OSError as e:
+                    self._failures += 1
+                    self._due = min(self._due, now + self._lease / _RETRIES)
+                    if not self._failed:
+                        log.warning("the directory of the cluster cannot be used: %s; it is tried again", e)
+                    self._failed = True
+        self._tell()
+        now = self._clock.monotonic()
+        own = self._own
+        ends = [self._due, self._snapshot[1], *([own[1]] if own is not None and own[1] > now else [])]
+        return max(0.0, min(ends) - now)
+
+    def _work(self, now: float) -> None:
+        if self._address:
+            self._keep(now)
+        sent = self._clock.monotonic()
+        leases = self._directory.leases()
+        with self._lock:
+            self._leases = {member: sent + left for member, left in leases.left.items()}
+            self._look_again(sent)
+        if self._own is not None:
+            self._scrub(len(leases.left))
+
+    def _keep(self, now: float) -> None:
+        """Renew the lease, or join."""
+        own = self._own
+        if own is not None:
+            if self._directory.renew(own[0], self._lease):
+                with self._lock:
+                    if self._own is own:  # otherwise, ``rejoin`` was called meanwhile
+                        self._own = (own[0], now + self._lease)
+                return
+            log.info("the lease of this node in the cluster was lost; it joins again")
+            self._own = None
+        sent = self._clock.monotonic()
+        member = self._directory.join(self._name, self._address, self._lease)
+        self._joins += 1
+        self._own = (member, sent + self._lease)
+
+    def _scrub(self, members: int) -> None:
+        left = math.ceil(PARTITIONS * BUCKETS * self._lease / _RENEWALS / _PASS / max(1, members))
+        while left > 0 and not self._closed:
+            self._scrubbed += self._directory.scrub(min(left, _SLICE))
+            left -= _SLICE
+
+    def _tell(self) -> None:
+        state = (self.own, self.members())
+        if state == self._told:
+            return
+        self._told = state
+        for follower in self._followers:
+            try:
+                follower()
+            except Exception:
+                log.exception("a follower of the cluster's members failed")
+
+    def close(self) -> None:
+        """Leave, and end the thread. A second call, or one in a forked child, does nothing."""
+        if self._origin is not forks.here:
+            return
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._stepping:
+            own, self._own = self._own, None
+            with self._lock:
+                self._leases = {}
+                self._look_again(self._clock.monotonic())
+            if own is not None:
+                with contextlib.suppress(OSError):  # then its lease ends by itself
+                    self._directory.leave(own[0])

@@ -1,0 +1,399 @@
+"""Which node has which block, in Valkey, for a cluster of many nodes.
+
+Every node publishes what it has, and a lookup asks the directory instead of all nodes: one message to each server of
+Valkey, however many nodes there are. Everything said here is a *hint*. Only the node that is then asked knows whether
+it has the block, and every byte that it sends is verified. So the directory may be wrong for a while, or lose
+everything, and that costs time, never a wrong byte.
+
+**Who is believed.** A node is a member with a lease and an *epoch*, which no other member ever had. Entries consist of
+epochs. A lookup returns the epochs, and whether the list of live members has changed since the last lookup; epochs that
+are not live are ignored. So all entries of a node vanish at the moment that its lease ends, and those of a node that
+was restarted, or had lost its lease, never come back.
+
+**Memory.** What the dead have published is removed by ``scrub``, in slices. The live nodes run them in turn, all the
+time (``kvtide.peers.membership``). Expiry by Valkey itself would not do, since a bucket has the entries of many nodes,
+and the busiest of them would keep it. It is only for the case that no node is left: then all keys vanish after a day.
+
+**Names.** A block is known by 58 bits of its key: 4 for the partition, 14 for the bucket, 40 for the field. The key is
+a keyed hash, under the naming secret of its tenant, so nobody who reads the directory learns what a block is, nor
+whether a prompt that they guess is there, without that secret. Who may read the directory can see how many blocks each
+node has, and which nodes have the same one. Two blocks with the same bits are taken for one: with ten million entries,
+one lookup in 30 billion gets a wrong hint. The keys in Valkey begin with ``kvtide:`` and the name of the cluster.
+
+**Order of messages.** See directory_scripts.py. One object publishes for a member, with one call after the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvtide.block import DIGEST, BlockKey
+from kvtide.errors import ConfigError
+from kvtide.tiers.peers import directory_scripts as scripts
+from kvtide.tiers.peers.directory_scripts import BUCKETS, EPOCH, ITEM, PARTITIONS
+from kvtide.tiers.peers.members import Member
+from kvtide.tiers.shared.valkey_client import SLOTS, Login, ValkeyClient, slot_of
+from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
+
+__all__ = ["BlockDirectory", "Directory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
+
+_SAMPLES, _SAMPLE = 4, 16
+"""How many stretches of buckets of a partition are measured, and how many buckets each has."""
+
+Marks = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatistics:
+    """What a directory has."""
+
+    entries: int
+    """Blocks that some node was said to hold, including those of dead nodes that were not removed yet. It may be wrong
+    after the server has evicted or lost some."""
+    nbytes: int
+    """Bytes of the server's memory for them, estimated from a sample."""
+    members: int
+
+
+class Leases(NamedTuple):
+    """The live members at one moment."""
+
+    newest: int
+    """The last epoch that was given."""
+    left: Mapping[Member, float]
+    """Seconds until the lease of each ends, unless it is renewed."""
+
+
+class _Known(NamedTuple):
+    """The members as a directory knows them."""
+
+    version: bytes
+    members: Mapping[int, Member]
+    epochs: npt.NDArray[np.uint64]
+    """Sorted."""
+    numbers: npt.NDArray[np.int64]
+    """In the order of ``epochs``."""
+
+
+_UNKNOWN = _Known(b"", MappingProxyType({}), np.zeros(0, np.uint64), np.zeros(0, np.int64))
+
+
+def _tags() -> list[bytes]:
+    """Hash tags of the partitions, so that each server of a cluster has as many as its share of the slots."""
+    found: dict[int, bytes] = {}
+    number = 0
+    while len(found) < PARTITIONS:
+        tag = b"%d" % number
+        found.setdefault(slot_of(tag) * PARTITIONS // SLOTS, tag)
+        number += 1
+    return [found[i] for i in range(PARTITIONS)]
+
+
+class BlockDirectory:
+    """The directory of one cluster. Thread-safe, but one thread at a time should publish for a member.
+
+    Every call takes ``timeout`` seconds at most, and raises OSError if Valkey does not answer, refuses, or answers what
+    makes no sense.
+    """
+
+    def __init__(self, runner: ScriptRunner, *, cluster: str = "default", timeout: float = 1.0) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", cluster):
+            raise ConfigError(f"the cluster's name is {cluster!r}; use up to 64 letters, digits, dots, _ and -")
+        self._runner = runner
+        self._timeout = timeout
+        self._cluster = cluster
+        self._place = f"kvtide:{cluster}:{{members}}".encode()
+        self._partitions = [b"kvtide:%b:{%b}" % (cluster.encode(), tag) for tag in _tags()]
+        self._known = _UNKNOWN
+        self._masks: dict[bytes, int] = {}
+        self._publishing = threading.Lock()
+        self._number = 0
+        """Of the last publish."""
+        self._acknowledged: dict[int, list[int]] = {}
+        """By epoch, for members that joined here: the last publish that each partition is known to have run."""
+
+    def __repr__(self) -> str:
+        return f"<BlockDirectory {self._cluster}: {len(self._known.members)} members>"
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def join(self, name: bytes, address: str, lease: float) -> Member:
+        """Become a member for ``lease`` seconds. A member with the same name or address is one no more: it was an
+        earlier incarnation of this node."""
+        if len(name) != 16:
+            raise ValueError(f"the name has {len(name)} bytes, not 16")
+        reply = self._call(scripts.JOIN, name, address.encode(), _milliseconds(lease))
+        number, epoch = (_whole(one) for one in _items(reply, 2))
+        self._run([ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions])
+        self._acknowledged = {epoch: [0] * PARTITIONS}
+        return Member(number, epoch, name, address)
+
+    def renew(self, member: Member, lease: float) -> bool:
+        """Extend the lease to ``lease`` seconds from now. False if it has ended, or if Valkey has lost something that
+        the member published: then it must join again, and publish everything again."""
+        epoch = b"%d" % member.epoch
+        calls = [ScriptCall(scripts.KNOWN, key, (epoch,)) for key in self._partitions]
+        expected = list(self._acknowledged.get(member.epoch, [0] * PARTITIONS))
+        alive, *known = self._run([self._about(scripts.RENEW, epoch, _milliseconds(lease)), *calls])
+        complete = all(_whole(number) >= least for number, least in zip(known, expected, strict=True))
+        return _whole(alive) == 1 and complete
+
+    def leave(self, member: Member) -> None:
+        """End the lease now."""
+        self._call(scripts.LEAVE, b"%d" % member.epoch)
+
+    def members(self) -> Mapping[int, Member]:
+        """The live members, by number."""
+        self._learn(self._call(scripts.LIST, self._known.version))
+        return self._known.members
+
+    def leases(self) -> Leases:
+        """The live members, with the time that each has left."""
+        return _parsed(self._call(scripts.LIST, b""))
+
+    # -- blocks -------------------------------------------------------------------------------------------
+
+    def holders(self, keys: Sequence[BlockKey]) -> list[tuple[int, ...]]:
+        """For each block the numbers of the live members that are said to hold it; at most 12 of them."""
+        if not keys:
+            return []
+        parts = self._divided(marks_of(keys, self._masks))
+        calls = [ScriptCall(scripts.LOOKUP, self._partitions[one], (items,)) for one, items, _ in parts]
+        changes, *replies = self._run([self._about(scripts.LIST, self._known.version), *calls])
+        self._learn(changes)
+        answers = [_answer(reply, len(places)) for reply, (_, _, places) in zip(replies, parts, strict=True)]
+        places = np.concatenate([places for _, _, places in parts])
+        counts = np.frombuffer(b"".join([count for count, _ in answers]), np.uint8)
+        return _numbers(self._known, places, counts, b"".join([epochs for _, epochs in answers]))
+
+    def publish(self, member: Member, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> bool:
+        """Say that a member holds the blocks ``stored``, and not those ``removed``; no block may be in both. False if
+        its lease has ended, or if Valkey has lost what it published: then it must join again, and publish everything
+        again. After an OSError nobody knows what was published: publish the same again, or what is true by then."""
+        epoch, me = b"%d" % member.epoch, member.epoch.to_bytes(EPOCH, "big")
+        there = {one: items for one, items, _ in self._divided(marks_of(stored, self._masks))}
+        gone = {one: items for one, items, _ in self._divided(marks_of(removed, self._masks))}
+        parts = sorted(there.keys() | gone.keys())
+        with self._publishing:
+            self._number = number = self._number + 1
+            acknowledged = self._acknowledged.setdefault(member.epoch, [0] * PARTITIONS)
+            calls = [
+                ScriptCall(
+                    scripts.PUBLISH,
+                    self._partitions[one],
+                    (epoch, b"%d" % number, me, b"%d" % acknowledged[one], there.get(one, b""), gone.get(one, b"")),
+                )
+                for one in parts
+            ]
+            alive, *replies = self._run([self._about(scripts.CHECK, epoch), *calls])
+            results = [_whole(reply) for reply in replies]
+            for one, result in zip(parts, results, strict=True):
+                if result == 1:
+                    acknowledged[one] = number
+        if 0 in results:
+            raise OSError(errno.EBUSY, "another object publishes for this member at the same time")
+        return _whole(alive) == 1 and -1 not in results
+
+    def _divided(self, marks: Marks) -> list[tuple[int, bytes, npt.NDArray[np.int64]]]:
+        """The partitions that marks fall into: its number, the items for its scripts, and which of the marks these
+        are."""
+        if not len(marks):
+            return []
+        partition = (marks >> np.uint64(60)).astype(np.int64)
+        order = np.argsort(partition, kind="stable")
+        low = marks[order]
+        bucket = (low >> np.uint64(46)) & np.uint64(BUCKETS - 1)
+        items = (bucket << np.uint64(40)) | (low & np.uint64((1 << 40) - 1))
+        data = items.astype(">u8").view(np.uint8).reshape(-1, 8)[:, 8 - ITEM :].tobytes()
+        edges = np.searchsorted(partition[order], np.arange(PARTITIONS + 1)).tolist()
+        return [
+            (one, data[start * ITEM : stop * ITEM], order[start:stop])
+            for one, (start, stop) in enumerate(itertools.pairwise(edges))
+            if stop > start
+        ]
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def scrub(self, buckets: int) -> int:
+        """Remove what the dead have published from the next ``buckets`` buckets, of ``PARTITIONS * BUCKETS``, whoever
+        scrubbed those before; returns the number of entries removed. Do it in small slices: the server does nothing
+        else meanwhile."""
+        leases = self.leases()
+        live = b"".join(sorted(member.epoch.to_bytes(EPOCH, "big") for member in leases.left))
+        first = _whole(self._call(scripts.TURN, b"%d" % buckets))
+        calls, stop = [], first + min(buckets, PARTITIONS * BUCKETS)
+        while first < stop:
+            partition, bucket = divmod(first, BUCKETS)
+            last = min(BUCKETS, bucket + stop - first) - 1
+            arguments = (live, b"%d" % leases.newest, b"%d" % bucket, b"%d" % last)
+            calls.append(ScriptCall(scripts.SCRUB, self._partitions[partition % PARTITIONS], arguments))
+            first += last + 1 - bucket
+        return sum(_whole(reply) for reply in self._run(calls))
+
+    def counts(self) -> DirectoryStatistics:
+        """What the directory has. Bytes are estimated from a thousand buckets."""
+        calls = []
+        for key in self._partitions:
+            for _ in range(_SAMPLES):
+                first = secrets.randbelow(BUCKETS - _SAMPLE)
+                calls.append(ScriptCall(scripts.SAMPLE, key, (b"%d" % first, b"%d" % (first + _SAMPLE - 1))))
+        changes, *replies = self._run([self._about(scripts.LIST, self._known.version), *calls])
+        self._learn(changes)
+        found = [[_whole(one) for one in _items(reply, 2)] for reply in replies]
+        entries = sum(max(0, entries) for entries, _ in found[::_SAMPLES])
+        nbytes = sum(nbytes for _, nbytes in found) * PARTITIONS * BUCKETS // (len(calls) * _SAMPLE)
+        return DirectoryStatistics(entries, nbytes, len(self._known.members))
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._runner.close()
+
+    # -- calls --------------------------------------------------------------------------------------------
+
+    def _about(self, script: Script, *arguments: bytes) -> ScriptCall:
+        """A call about the members."""
+        return ScriptCall(script, self._place, arguments)
+
+    def _call(self, script: Script, *arguments: bytes) -> Any:
+        return self._run([self._about(script, *arguments)])[0]
+
+    def _run(self, calls: Sequence[ScriptCall]) -> list[Any]:
+        return self._runner.run(calls, self._timeout)
+
+    def _learn(self, reply: Any) -> None:
+        """Take over the members from a reply, if they have changed."""
+        if isinstance(reply, list) and len(reply) == 1 and reply[0] == self._known.version:
+            return
+        members = sorted(_parsed(reply).left, key=lambda member: member.epoch)
+        self._known = _Known(
+            reply[0],
+            MappingProxyType({member.number: member for member in members}),
+            np.array([member.epoch for member in members], np.uint64),
+            np.array([member.number for member in members], np.int64),
+        )
+
+
+Directory = BlockDirectory
+"""The name in the interface that was agreed on; ``tiers/nvme`` has a class of that name."""
+
+
+def open_directory(
+    url: str,
+    *,
+    cluster: str = "default",
+    timeout: float = 1.0,
+    login: Login = Login(prefix="peers.directory_", url="peers.directory"),  # noqa: B008
+) -> BlockDirectory:
+    """The directory of a cluster in the Valkey at ``url`` (``valkey://host:6379/0``, ``valkeys://`` for TLS), which may
+    be a cluster itself. Raises ConfigError, or TierError if the server was reached and cannot be used. It need not be
+    there yet."""
+    login = login._replace(harm="say which node has which block")
+    client = ValkeyClient(url, login, lost="what other nodes have is not known")
+    return BlockDirectory(ValkeyScripts(client), cluster=cluster, timeout=timeout)
+
+
+def marks_of(keys: Sequence[BlockKey], masks: dict[bytes, int] | None = None) -> Marks:
+    """The bits by which the directory knows blocks: the beginning of the digest, changed by the group, since the blocks
+    of all groups have the same digest. ``masks`` is a cache."""
+    if not keys:
+        return np.zeros(0, np.uint64)
+    marks = np.frombuffer(b"".join([key[:8] for key in keys]), ">u8").astype(np.uint64)
+    groups = [key[DIGEST:] for key in keys]
+    masks = {} if masks is None else masks
+    for group in set(groups):
+        if group not in masks:
+            masks[group] = int.from_bytes(blake3(group, derive_key_context="kvtide 1 directory").digest(8), "big")
+    if len(set(groups)) == 1:
+        marks ^= np.uint64(masks[groups[0]])
+    else:
+        marks ^= np.array([masks[group] for group in groups], np.uint64)
+    return marks
+
+
+def _milliseconds(seconds: float) -> bytes:
+    return b"%d" % max(1, round(1000 * seconds))
+
+
+def _nonsense() -> OSError:
+    return OSError(errno.EPROTO, "what Valkey has there is not a directory of kvtide")
+
+
+def _whole(reply: Any) -> int:
+    """A whole number."""
+    if isinstance(reply, bytes) and reply.isdigit() and len(reply) < 20:
+        return int(reply)
+    if not isinstance(reply, int):
+        raise _nonsense()
+    return reply
+
+
+def _items(reply: Any, count: int) -> list[Any]:
+    if not isinstance(reply, list) or len(reply) != count:
+        raise _nonsense()
+    return reply
+
+
+def _parsed(reply: Any) -> Leases:
+    """The members of a list."""
+    if not isinstance(reply, list) or len(reply) < 2 or len(reply) % 3 != 2 or not isinstance(reply[0], bytes):
+        raise _nonsense()
+    left: dict[Member, float] = {}
+    for i in range(2, len(reply), 3):
+        epoch, rest, about = reply[i : i + 3]
+        if not isinstance(about, bytes) or len(about) < 18:
+            raise _nonsense()
+        try:
+            address = about[18:].decode()
+        except UnicodeDecodeError:
+            raise _nonsense() from None
+        member = Member(int.from_bytes(about[:2], "big"), _whole(epoch), about[2:18], address)
+        left[member] = _whole(rest) / 1000
+    return Leases(_whole(reply[1]), left)
+
+
+def _answer(reply: Any, count: int) -> tuple[bytes, bytes]:
+    """The number of holders of each of ``count`` blocks, a byte each, and the epochs of all."""
+    if not isinstance(reply, bytes) or len(reply) < count or len(reply) != count + EPOCH * sum(reply[:count]):
+        raise _nonsense()
+    return reply[:count], reply[count:]
+
+
+def _numbers(
+    known: _Known, places: npt.NDArray[np.int64], counts: npt.NDArray[np.uint8], packed: bytes
+) -> list[tuple[int, ...]]:
+    """The members that hold each block. ``counts`` and the epochs ``packed`` are of the blocks at ``places``."""
+    found: list[tuple[int, ...]] = [()] * len(places)
+    total = len(packed) // EPOCH
+    if not total or not len(known.epochs):
+        return found
+    wide = np.zeros((total, 8), np.uint8)
+    wide[:, 8 - EPOCH :] = np.frombuffer(packed, np.uint8).reshape(total, EPOCH)
+    epochs = wide.view(">u8").reshape(total).astype(np.uint64)
+    at = np.minimum(np.searchsorted(known.epochs, epochs), len(known.epochs) - 1)
+    live = known.epochs[at] == epochs
+    numbers, dead = known.numbers[at].tolist(), not live.all()
+    flags = live.tolist()
+    start = 0
+    for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+        if count:
+            stop = start + count
+            if dead:
+                found[place] = tuple(
+                    [n for n, good in zip(numbers[start:stop], flags[start:stop], strict=True) if good]
+                )
+            else:
+                found[place] = tuple(numbers[start:stop])
+            start = stop
+    return found

@@ -1,0 +1,316 @@
+"""The scripts of the directory, and the keys that they use. ``kvtide.testing.simulated_valkey`` has the same in Python.
+
+There are two kinds of places, and each is at one server, since its keys have one hash tag:
+
+- *members*, one for the cluster: who is a member, until when. Its times are those of its server, in milliseconds, so
+  that no node's clock matters. Each script begins by removing members whose lease has ended.
+    - ``:leases``   sorted set: epoch -> end of the lease
+    - ``:members``  hash: epoch -> number (2 bytes), name (16), address
+    - ``:state``    hash: ``epoch`` (the last given), ``version`` (changes with the members), ``cursor`` (see ``TURN``)
+- *partitions*, 16 of them: who holds which blocks.
+    - two bytes     hash, a *bucket*: field (5 bytes of the block's mark) -> epochs of its holders, 5 bytes each
+    - ``:roster``   hash: epoch -> number of the last publish, of those members that may publish here; ``entries``
+
+**Epochs** have to grow even if the server has lost its data, since a partition at another server may still have
+entries with old ones. So an epoch is the time in milliseconds, or one more than the last.
+
+**Publishing** is numbered: a message that was delayed or doubled by the network is ignored, if a later one was run. A
+server that lost data, or a replica that took over and had not heard everything, has a lower number than it should, or
+does not know the epoch at all; so its members learn that they must publish everything again.
+
+**A bucket** stays in the compact encoding of small hashes (a listpack) while it has at most 512 entries of at most 64
+bytes. So there are at most 12 epochs in an entry: the thirteenth replaces the oldest. With 262,144 buckets, 100 million
+entries fit.
+"""
+
+from __future__ import annotations
+
+from kvtide.tiers.shared.valkey_scripts import Script
+
+__all__ = [
+    "BASE",
+    "BUCKETS",
+    "CHECK",
+    "ENROL",
+    "EPOCH",
+    "FIELD",
+    "HOLDERS",
+    "ITEM",
+    "JOIN",
+    "KNOWN",
+    "LEAVE",
+    "LIST",
+    "LOOKUP",
+    "PARTITIONS",
+    "PUBLISH",
+    "RENEW",
+    "SAMPLE",
+    "SCRUB",
+    "TTL",
+    "TURN",
+]
+
+PARTITIONS = 16
+BUCKETS = 1 << 14
+"""Of each partition."""
+FIELD, EPOCH = 5, 5
+"""Bytes of a field, and of an epoch."""
+ITEM = 2 + FIELD
+"""Bytes by which a block is named in a message: the bucket, then the field; big-endian."""
+HOLDERS = 12
+"""The most holders of an entry."""
+BASE = 1_735_689_600_000
+"""The time, in milliseconds, from which epochs count: the beginning of 2025. They have 40 bits: until 2059."""
+TTL = 86_400_000
+"""Milliseconds after which Valkey removes what no live member cares for: a bucket that was not scrubbed."""
+
+_NOW = f"""
+local base, ttl = KEYS[1], {TTL}
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local function text(number) return string.format('%.0f', number) end
+local function changed()
+  local last = tonumber(redis.call('HGET', base .. ':state', 'version') or '0')
+  redis.call('HSET', base .. ':state', 'version', text(math.max(last + 1, now)))
+end
+local function remove(epoch)
+  redis.call('ZREM', base .. ':leases', epoch)
+  redis.call('HDEL', base .. ':members', epoch)
+end
+local ended = redis.call('ZRANGEBYSCORE', base .. ':leases', '-inf', text(now))
+for _, epoch in ipairs(ended) do remove(epoch) end
+if #ended > 0 then changed() end
+"""
+
+JOIN = Script(
+    "join",
+    _NOW
+    + f"""
+local name, address, lease = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local taken, mine = {{}}, nil
+local all = redis.call('HGETALL', base .. ':members')
+for i = 1, #all, 2 do
+  local number = string.byte(all[i + 1], 1) * 256 + string.byte(all[i + 1], 2)
+  if string.sub(all[i + 1], 3, 18) == name or string.sub(all[i + 1], 19) == address then
+    mine = math.min(number, mine or number)
+    remove(all[i])
+  else
+    taken[number] = true
+  end
+end
+local number = mine or 1
+while taken[number] do number = number + 1 end
+if number > 65535 then return redis.error_reply('FULL too many members') end
+local last = tonumber(redis.call('HGET', base .. ':state', 'epoch') or '0')
+local epoch = math.max(last + 1, now - {BASE})
+redis.call('HSET', base .. ':state', 'epoch', text(epoch))
+local value = string.char(math.floor(number / 256), number % 256) .. name .. address
+redis.call('HSET', base .. ':members', text(epoch), value)
+redis.call('ZADD', base .. ':leases', text(now + lease), text(epoch))
+changed()
+return {{number, epoch}}
+""",
+)
+"""Arguments: name, address, lease in milliseconds. Returns number and epoch. Other members with that name or address
+are members no more: they are earlier incarnations."""
+
+RENEW = Script(
+    "renew",
+    _NOW
+    + """
+if not redis.call('ZSCORE', base .. ':leases', ARGV[1]) then return 0 end
+redis.call('ZADD', base .. ':leases', text(now + tonumber(ARGV[2])), ARGV[1])
+for _, part in ipairs({':leases', ':members', ':state'}) do redis.call('PEXPIRE', base .. part, ttl) end
+return 1
+""",
+)
+"""Arguments: epoch, lease in milliseconds. Returns whether the member was alive."""
+
+CHECK = Script("check", _NOW + "return redis.call('ZSCORE', base .. ':leases', ARGV[1]) and 1 or 0")
+"""Argument: epoch. Returns whether the member is alive."""
+
+LEAVE = Script("leave", _NOW + "remove(ARGV[1]) changed() return 1")
+"""Argument: epoch."""
+
+LIST = Script(
+    "list",
+    _NOW
+    + """
+local state = redis.call('HMGET', base .. ':state', 'version', 'epoch')
+local version = state[1] or '0'
+if version == ARGV[1] then return {version} end
+local found = {version, state[2] or '0'}
+local leases = redis.call('ZRANGE', base .. ':leases', 0, -1, 'WITHSCORES')
+for i = 1, #leases, 2 do
+  local value = redis.call('HGET', base .. ':members', leases[i])
+  if value then
+    found[#found + 1] = leases[i]
+    found[#found + 1] = text(tonumber(leases[i + 1]) - now)
+    found[#found + 1] = value
+  end
+end
+return found
+""",
+)
+"""Argument: the version that is known. Returns the version; if it is another one, also the last epoch, and of each
+member epoch, milliseconds until the lease ends, and number, name and address."""
+
+TURN = Script(
+    "turn",
+    f"""
+local first = redis.call('HINCRBY', KEYS[1] .. ':state', 'cursor', ARGV[1]) - ARGV[1]
+return first % {PARTITIONS * BUCKETS}
+""",
+)
+"""Argument: a number of buckets. Returns the first of those whose turn it is to be scrubbed."""
+
+ENROL = Script(
+    "enrol",
+    f"""
+redis.call('HSETNX', KEYS[1] .. ':roster', ARGV[1], '0')
+redis.call('PEXPIRE', KEYS[1] .. ':roster', {TTL})
+return 1
+""",
+)
+"""Argument: epoch. The member may publish in this partition."""
+
+KNOWN = Script(
+    "known",
+    f"""
+redis.call('PEXPIRE', KEYS[1] .. ':roster', {TTL})
+return tonumber(redis.call('HGET', KEYS[1] .. ':roster', ARGV[1]) or '-1')
+""",
+)
+"""Argument: epoch. Returns the number of its last publish in this partition; -1 if it may not publish."""
+
+LOOKUP = Script(
+    "lookup",
+    f"""
+local base, items, counts, found = KEYS[1], ARGV[1], {{}}, {{}}
+local call, sub, char = redis.call, string.sub, string.char
+for i = 1, #items, {ITEM} do
+  local value = call('HGET', base .. sub(items, i, i + 1), sub(items, i + 2, i + {ITEM - 1}))
+  if value then
+    counts[#counts + 1] = char(#value / {EPOCH})
+    found[#found + 1] = value
+  else
+    counts[#counts + 1] = '\\0'
+  end
+end
+return table.concat(counts) .. table.concat(found)
+""",
+)
+"""Argument: items. Returns a byte for each, its number of holders, and then all their epochs."""
+
+PUBLISH = Script(
+    "publish",
+    f"""
+local base, roster, epoch = KEYS[1], KEYS[1] .. ':roster', ARGV[1]
+local number, me, stored, removed = tonumber(ARGV[2]), ARGV[3], ARGV[5], ARGV[6]
+local call, sub = redis.call, string.sub
+local last = tonumber(call('HGET', roster, epoch) or '-1')
+if last < tonumber(ARGV[4]) then return -1 end
+if number <= last then return number == last and 1 or 0 end
+local function at(value)
+  for i = 1, #value, {EPOCH} do
+    if sub(value, i, i + {EPOCH - 1}) == me then return i end
+  end
+end
+local entries = 0
+for i = 1, #stored, {ITEM} do
+  local key, field = base .. sub(stored, i, i + 1), sub(stored, i + 2, i + {ITEM - 1})
+  local value = call('HGET', key, field)
+  if not value then
+    call('HSET', key, field, me)
+    call('PEXPIRE', key, {TTL}, 'NX')
+    entries = entries + 1
+  elseif not at(value) then
+    if #value >= {HOLDERS * EPOCH} then value = sub(value, {EPOCH + 1}) end
+    call('HSET', key, field, value .. me)
+  end
+end
+for i = 1, #removed, {ITEM} do
+  local key, field = base .. sub(removed, i, i + 1), sub(removed, i + 2, i + {ITEM - 1})
+  local value = call('HGET', key, field)
+  local place = value and at(value)
+  if place and #value == {EPOCH} then
+    call('HDEL', key, field)
+    entries = entries - 1
+  elseif place then
+    call('HSET', key, field, sub(value, 1, place - 1) .. sub(value, place + {EPOCH}))
+  end
+end
+call('HSET', roster, epoch, ARGV[2])
+if entries ~= 0 then call('HINCRBY', roster, 'entries', entries) end
+return 1
+""",
+)
+"""Arguments: epoch, number of the publish, epoch in 5 bytes, number of the last publish that was acknowledged, items
+stored, items removed. Returns 1; 0 if a later publish was run before, and this one not; -1 if the member may not
+publish here, or an acknowledged publish was lost."""
+
+SCRUB = Script(
+    "scrub",
+    f"""
+local base, roster, live, newest = KEYS[1], KEYS[1] .. ':roster', {{}}, tonumber(ARGV[2])
+local first, last = tonumber(ARGV[3]), tonumber(ARGV[4])
+local call, sub, byte = redis.call, string.sub, string.byte
+local function whole(epoch)
+  local number = 0
+  for i = 1, {EPOCH} do number = number * 256 + byte(epoch, i) end
+  return number
+end
+for i = 1, #ARGV[1], {EPOCH} do live[sub(ARGV[1], i, i + {EPOCH - 1})] = true end
+local function dead(epoch)
+  if live[epoch] == nil then live[epoch] = whole(epoch) > newest end
+  return not live[epoch]
+end
+local entries, removed = 0, 0
+for bucket = first, last do
+  local key = base .. string.char(math.floor(bucket / 256), bucket % 256)
+  local all = call('HGETALL', key)
+  if #all > 0 then call('PEXPIRE', key, {TTL}) end
+  for i = 1, #all, 2 do
+    local value, kept = all[i + 1], nil
+    for j = 1, #value, {EPOCH} do
+      if dead(sub(value, j, j + {EPOCH - 1})) then
+        kept = kept or sub(value, 1, j - 1)
+        removed = removed + 1
+      elseif kept then
+        kept = kept .. sub(value, j, j + {EPOCH - 1})
+      end
+    end
+    if kept == '' then
+      call('HDEL', key, all[i])
+      entries = entries + 1
+    elseif kept then
+      call('HSET', key, all[i], kept)
+    end
+  end
+end
+if entries > 0 then call('HINCRBY', roster, 'entries', -entries) end
+local decimal = {{}}
+for epoch, alive in pairs(live) do if alive then decimal[string.format('%.0f', whole(epoch))] = true end end
+for _, epoch in ipairs(call('HKEYS', roster)) do
+  local number = tonumber(epoch)
+  if number and number <= newest and not decimal[epoch] then call('HDEL', roster, epoch) end
+end
+call('PEXPIRE', roster, {TTL})
+return removed
+""",
+)
+"""Arguments: the live epochs, 5 bytes each; the newest epoch when these were listed; the first bucket, and the last.
+Removes older epochs that are not live; returns how many there were."""
+
+SAMPLE = Script(
+    "sample",
+    """
+local base, first, last, nbytes = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), 0
+for bucket = first, last do
+  local key = base .. string.char(math.floor(bucket / 256), bucket % 256)
+  nbytes = nbytes + (redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) or 0)
+end
+return {tonumber(redis.call('HGET', base .. ':roster', 'entries') or '0'), nbytes}
+""",
+)
+"""Arguments: the first bucket and the last. Returns the entries of the partition, and the bytes of these buckets."""

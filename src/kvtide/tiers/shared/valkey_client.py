@@ -1,0 +1,365 @@
+"""A client of Valkey, or any server with the same protocol: one server or a cluster.
+
+Commands are pipelined. In a cluster each goes to the server that has the slot of its key, and all servers work at the
+same time. When a slot has moved, or its server is gone, the slot table is fetched once more. Connections are kept, one
+for each thread that needs one at a time. An idle connection may have died with its server, so the command is retried on
+a new one: a caller must only send commands that may be executed twice.
+"""
+
+from __future__ import annotations
+
+import binascii
+import contextlib
+import errno
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+from kvtide import forks
+from kvtide.block import Span
+from kvtide.errors import ConfigError, TierError
+from kvtide.security.secret_file import read_secret
+from kvtide.tiers.shared.resp import Part, ValkeyConnection, ValkeyRefused, command
+
+__all__ = ["SLOTS", "Login", "UnfitServer", "ValkeyClient", "ValkeyCommand", "checked", "moves", "slot_of"]
+
+log = logging.getLogger("kvtide.valkey")
+
+Address: TypeAlias = tuple[str, int]
+
+SLOTS = 16_384
+"""Slots of a cluster."""
+_OPENING = 5.0
+"""Seconds for the first connection to the server."""
+_SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
+"""Whether each scheme means TLS."""
+_MOVING = ("MOVED", "ASK", "TRYAGAIN")
+
+
+class ValkeyCommand(NamedTuple):
+    """A command about one key; an empty key goes to no server in particular."""
+
+    key: bytes
+    parts: Sequence[Part]
+    into: Sequence[Span] | None = None
+    """Buffers for the value in the reply; None: the reply is small."""
+
+
+class Login(NamedTuple):
+    """How to be let in; the fields are as in the settings that begin with ``prefix``, which errors name."""
+
+    user: str = ""
+    password_file: str = ""
+    certificate: str = ""
+    """The authority to trust for the server; empty: those of the system."""
+    identity: str = ""
+    """A client certificate and its key."""
+    prefix: str = "valkey."
+    url: str = "valkey.url"
+    """The setting with the address."""
+    harm: str = "read and delete whatever that storage has"
+    """What who knows the password can do."""
+    password: str = ""
+    """Instead of ``password_file``."""
+
+
+class ValkeyClient:
+    """The server or cluster at ``url``: ``valkey://host:6379/0``, or ``valkeys://`` for TLS. Thread-safe.
+
+    ``check`` gets what ``INFO`` says of each server, by name, and raises UnfitServer if it cannot be used.
+
+    Raises TierError if the server was reached and cannot be used. If it was not reached, it is tried again when needed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        login: Login = Login(),  # noqa: B008 - a value
+        check: Callable[[Mapping[str, str]], None] = lambda about: None,
+        lost: str = "nothing is there",
+    ) -> None:
+        """``lost``: what holds while the server cannot be reached, for the log."""
+        self.host, self._database, tls = _parse(url, login)
+        self._setting = login.url
+        self._tls = _context(login) if tls else None
+        self._login = _words(login)
+        self._check = check
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[ValkeyConnection]] = {}
+        forks.tell(self)
+        self._slots: list[Address] | None = None
+        """The server of each slot; None: not a cluster, or not known yet."""
+        try:
+            self._give(self.host, self._connect(self.host, time.monotonic() + _OPENING))
+        except UnfitServer as e:
+            raise TierError(f"Valkey at {self.host[0]}:{self.host[1]}: {e.strerror}") from e
+        except OSError as e:
+            log.warning("Valkey at %s:%d cannot be reached yet (%s); %s until then", *self.host, e, lost)
+
+    def __repr__(self) -> str:
+        return f"<ValkeyClient {self.host[0]}:{self.host[1]}>"
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for connection in (c for several in idle.values() for c in several):
+            connection.close()
+
+    def forked(self) -> None:
+        idle, self._idle = self._idle, {}
+        for connection in (c for several in idle.values() for c in several):
+            connection.close()  # this process's copy; nothing is sent
+
+    # -- choosing the server ------------------------------------------------------------------------------
+
+    def ask(self, commands: Sequence[ValkeyCommand], end: float) -> list[Any]:
+        """The replies, in the commands' order, from the servers that have their keys."""
+        replies: list[Any] = [None] * len(commands)
+        wanted = list(range(len(commands)))
+        for last in (False, True):
+            servers: dict[Address, list[int]] = {}
+            for i in wanted:
+                servers.setdefault(self._server(commands[i].key), []).append(i)
+            wanted = []
+            batches = {address: [commands[i] for i in mine] for address, mine in servers.items()}
+            with contextlib.ExitStack() as unread:
+                sent = self._send_all(batches, end, unread) if len(batches) > 1 else {}
+                for address, mine in servers.items():
+                    try:
+                        answers = self._finish(address, batches[address], sent.pop(address, None), end)
+                    except OSError as e:
+                        if last or self._slots is None or isinstance(e, TimeoutError):
+                            raise
+                        wanted += mine  # a server of the cluster is gone: another may have its slots
+                        continue
+                    for i, answer in zip(mine, answers, strict=True):
+                        replies[i] = answer
+                        if isinstance(answer, ValkeyRefused) and answer.startswith("MOVED"):
+                            wanted.append(i)
+            if last or not wanted:
+                break
+            self._learn(end)
+        return replies
+
+    def _send_all(
+        self, batches: Mapping[Address, Sequence[ValkeyCommand]], end: float, unread: contextlib.ExitStack
+    ) -> dict[Address, ValkeyConnection]:
+        """Send each server its commands, where there is a connection, so that they work at the same time. ``unread``
+        closes the connections whose replies nobody has read."""
+        sent: dict[Address, ValkeyConnection] = {}
+        unread.callback(_close_all, sent)
+        for address, batch in batches.items():
+            with self._lock:
+                idle = self._idle.get(address)
+                connection = idle.pop() if idle else None
+            if connection is None:
+                continue
+            sent[address] = connection
+            try:
+                connection.send([part for c in batch for part in c.parts], end)
+            except TimeoutError as e:
+                raise TimeoutError(errno.ETIMEDOUT, "Valkey did not answer in time") from e
+            except OSError:
+                sent.pop(address).close()  # the batch is sent again, on a new connection
+        return sent
+
+    def _finish(
+        self, address: Address, batch: Sequence[ValkeyCommand], sent: ValkeyConnection | None, end: float
+    ) -> list[Any]:
+        """The replies of one server, to what was ``sent`` if it was."""
+        if sent is not None:
+            try:
+                replies = _replies(sent, batch, end)
+            except TimeoutError as e:
+                sent.close()
+                raise TimeoutError(errno.ETIMEDOUT, "Valkey did not answer in time") from e
+            except OSError:
+                sent.close()
+                self._forget(address)
+            except BaseException:
+                sent.close()
+                raise
+            else:
+                self._give(address, sent)
+                return replies
+        return self.exchange(address, batch, end)
+
+    def _server(self, key: bytes) -> Address:
+        slots = self._slots
+        return self.host if slots is None else slots[slot_of(key)]
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether it is known to be a cluster."""
+        return self._slots is not None
+
+    def servers(self, end: float) -> list[Address]:
+        info = _facts(checked(self.exchange(self.host, [ValkeyCommand(b"", command(b"INFO"))], end)[0]))
+        if info.get("cluster_enabled") != "1":
+            return [self.host]
+        return sorted(set(self._learn(end)))
+
+    def _learn(self, end: float) -> list[Address]:
+        """Fetch the slot table from the first known server that answers."""
+        known = [self.host, *sorted(set(self._slots or ()) - {self.host})]
+        for address in known:
+            try:
+                reply = self.exchange(address, [ValkeyCommand(b"", command(b"CLUSTER", b"SLOTS"))], end)[0]
+            except OSError:
+                if address == known[-1]:
+                    raise
+                continue
+            slots = [self.host] * SLOTS
+            for first, last, (host, port, *_), *_ in checked(reply):
+                slots[first : last + 1] = [(host.decode() if host else address[0], port)] * (last + 1 - first)
+            self._slots = slots
+            return slots
+        raise AssertionError("home is always known")
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def exchange(self, address: Address, commands: Sequence[ValkeyCommand], end: float) -> list[Any]:
+        """The replies of one server."""
+        while True:
+            with self._lock:
+                idle = self._idle.get(address)
+                connection = idle.pop() if idle else None
+            fresh = connection is None
+            try:
+                connection = connection or self._connect(address, end)
+                connection.send([part for c in commands for part in c.parts], end)
+                replies = _replies(connection, commands, end)
+            except BaseException as e:
+                if connection is not None:
+                    connection.close()
+                if isinstance(e, TimeoutError):
+                    raise TimeoutError(errno.ETIMEDOUT, "Valkey did not answer in time") from e
+                if fresh or not isinstance(e, OSError):
+                    raise
+                self._forget(address)
+            else:
+                self._give(address, connection)
+                return replies
+
+    def _give(self, address: Address, connection: ValkeyConnection) -> None:
+        with self._lock:
+            self._idle.setdefault(address, []).append(connection)
+
+    def _forget(self, address: Address) -> None:
+        with self._lock:
+            idle = self._idle.pop(address, [])
+        for connection in idle:
+            connection.close()
+
+    def _connect(self, address: Address, end: float) -> ValkeyConnection:
+        connection = ValkeyConnection(address, self._tls, end)
+        try:
+            if self._login:
+                checked(_call(connection, end, b"AUTH", *self._login))
+            about = _facts(checked(_call(connection, end, b"INFO")))
+            self._check(about)
+            if about.get("cluster_enabled") == "1":
+                if self._database:
+                    text = f"a cluster has no database {self._database}: end {self._setting} with /0"
+                    raise UnfitServer(errno.EINVAL, text)
+            elif self._database:
+                checked(_call(connection, end, b"SELECT", b"%d" % self._database))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class UnfitServer(OSError):  # noqa: N818 - a verdict
+    """The server was reached, and cannot be used before an operator fixes it."""
+
+
+def _call(connection: ValkeyConnection, end: float, *words: bytes) -> Any:
+    connection.send(command(*words), end)
+    return connection.reply(end)
+
+
+def _close_all(connections: Mapping[Address, ValkeyConnection]) -> None:
+    for connection in connections.values():
+        connection.close()
+
+
+def _replies(connection: ValkeyConnection, commands: Sequence[ValkeyCommand], end: float) -> list[Any]:
+    return [connection.reply(end) if c.into is None else connection.fill(c.into, end) for c in commands]
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key in a cluster: that of the part in braces, if there is one."""
+    start = key.find(b"{")
+    stop = key.find(b"}", start + 1)
+    if start >= 0 and stop > start + 1:
+        key = key[start + 1 : stop]
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+def moves(reply: Any) -> bool:
+    return isinstance(reply, ValkeyRefused) and reply.startswith(_MOVING)
+
+
+def checked(reply: Any) -> Any:
+    """The reply of a command that succeeded. Raises with one of few messages, since they are counted by message."""
+    if not isinstance(reply, ValkeyRefused):
+        return reply
+    word = reply.split(" ", 1)[0]
+    if word in ("NOAUTH", "WRONGPASS", "NOPERM"):
+        raise UnfitServer(errno.EACCES, f"it does not accept this user and password for that ({word})")
+    if word == "OOM":
+        raise OSError(errno.ENOSPC, "Valkey is full, and finds nothing to evict")
+    raise OSError(errno.EIO, f"Valkey refused ({word})")
+
+
+def _facts(info: bytes) -> dict[str, str]:
+    lines = info.decode("utf-8", "replace").splitlines()
+    return {name: value for name, mark, value in (line.partition(":") for line in lines) if mark}
+
+
+def _parse(url: str, login: Login) -> tuple[Address, int, bool]:
+    try:
+        parts = urlsplit(url)
+        database = int(parts.path.strip("/") or 0)
+        tls = _SCHEMES[parts.scheme]
+        if not parts.hostname or parts.query or parts.fragment:
+            raise ValueError
+        port = parts.port or 6379
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"{login.url} is {url!r}; it must be valkey://HOST:PORT/DATABASE, or valkeys:// for TLS"
+        ) from None
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"{login.url} has a user or password in it, which would be shown: use {login.prefix}user and "
+            f"{login.prefix}password_file"
+        )
+    return (parts.hostname, port), database, tls
+
+
+def _words(login: Login) -> list[bytes]:
+    """What is said with AUTH."""
+    if login.password:
+        return [login.password.encode()]
+    prefix = login.prefix
+    if not login.password_file:
+        if login.user:
+            raise ConfigError(f"{prefix}user is {login.user!r}, and {prefix}password_file is not set: both are needed")
+        return []
+    password = read_secret(f"{prefix}password_file", login.password_file, login.harm, "password").strip()
+    return [login.user.encode(), password] if login.user else [password]
+
+
+def _context(login: Login) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=login.certificate or None)
+        if login.identity:
+            context.load_cert_chain(login.identity)
+    except (OSError, ssl.SSLError) as e:
+        raise ConfigError(f"{login.prefix}certificate or {login.prefix}identity cannot be used: {e}") from e
+    return context

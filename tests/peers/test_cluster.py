@@ -1,0 +1,294 @@
+"""Nodes that find each other and their blocks through a directory: whatever dies, restarts or lies, it is misses only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide import Session, Store, Tenant
+from kvtide.errors import ConfigError
+from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
+from kvtide.transfer.node_search import ClusterStatistics
+from tests.peers.cluster import Cluster, Part
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path) as cluster:
+        yield cluster
+
+
+def keep(part: Part, *tokens: list[int], tenant: Tenant | None = None) -> None:
+    """Store prompts at a node, and wait until the directory has them."""
+    with part.store.session(MODEL, tenant) if tenant is not None else part.store.session(MODEL) as session:
+        for one in tokens:
+            session.store(one, data(PLAIN, one))
+    part.announced()
+
+
+def seen(store: Store) -> ClusterStatistics:
+    found = store.statistics().cluster
+    assert found is not None
+    return found
+
+
+def found(session: Session, tokens: list[int]) -> bool:
+    return length(session, tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_what_one_computed_is_a_hit_on_the_others(cluster: Cluster, count: int) -> None:
+    """Few members are all asked; many are asked if the directory names them, also more than there are positions."""
+    parts = [cluster.part() for _ in range(count)]
+    for n, part in enumerate(parts):
+        keep(part, prompt(n, 100, 200))
+    reader = cluster.reader(peers={"most": 5})
+    with reader.session(MODEL) as session:
+        until(lambda: len(seen(reader).members) == count if found(session, prompt(0, 100, 200)) else False)
+        for n in range(count):
+            until(lambda n=n: found(session, prompt(n, 100, 200)))  # type: ignore[misc]
+    assert held(reader) == 0
+    assert bool(seen(reader).lookups) == (count > 4)
+
+
+def test_members_read_from_each_other_and_not_from_themselves(cluster: Cluster) -> None:
+    one, two = cluster.part(), cluster.part()
+    keep(one, prompt(1, 2))
+    keep(two, prompt(3, 4))
+    with one.store.session(MODEL) as first, two.store.session(MODEL) as second:
+        until(lambda: found(first, prompt(3, 4)))
+        until(lambda: found(second, prompt(1, 2)))
+    assert [member.number for member in seen(one.store).members] == [two.node.statistics().number]
+
+
+def test_a_node_that_joins_later_is_found(cluster: Cluster) -> None:
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        assert length(session, prompt(1)) == 0
+        one = cluster.part()
+        keep(one, prompt(1))
+        until(lambda: found(session, prompt(1)))
+        two = cluster.part()
+        keep(two, prompt(2))
+        until(lambda: found(session, prompt(2)))
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_dead_node_costs_its_own_blocks_only(cluster: Cluster, count: int) -> None:
+    parts = [cluster.part() for _ in range(count)]
+    for n, part in enumerate(parts):
+        keep(part, prompt(n), prompt(10 + n))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        for n in range(count):
+            until(lambda n=n: found(session, prompt(n)))  # type: ignore[misc]
+        parts[0].die()
+        began = time.monotonic()
+        assert length(session, prompt(10)) == 0
+        assert time.monotonic() - began < 10, "a deadline, and not for ever"
+        assert found(session, prompt(0)), "what was read is here"
+        for n in range(1, count):
+            until(lambda n=n: found(session, prompt(10 + n)))  # type: ignore[misc]
+        dead = parts[0].node.address
+
+        def gone() -> bool:
+            length(session, prompt(99))
+            return dead not in [member.address for member in seen(reader).members]
+
+        until(gone)
+        assert len(seen(reader).members) == count - 1
+    assert held(reader) == 0
+
+
+def test_another_incarnation_at_the_same_address_is_not_believed(cluster: Cluster) -> None:
+    """The old member's lease is still good when another store serves at its address."""
+    one = cluster.part(lease=60.0)
+    keep(one, prompt(1), prompt(2))
+    address = one.node.address
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1)))
+        one.die()
+        again, server = cluster.stores.serving(peers={"listen": address, "directory": ""})
+        with again.session(MODEL) as other:
+            other.store(prompt(2), data(PLAIN, prompt(2)))
+        assert length(session, prompt(2)) == 0
+
+        def refused() -> bool:
+            length(session, prompt(int(time.monotonic() * 1000) % 100_000 + 1000))
+            return seen(reader).refused == 1
+
+        until(refused)
+        assert server.statistics().blocks_sent == 0
+        assert length(session, prompt(2)) == 0
+
+
+def test_a_restarted_node_is_found_again_under_its_new_name(cluster: Cluster) -> None:
+    one = cluster.part()
+    keep(one, prompt(1))
+    address = one.node.address
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1)))
+        one.die()
+        one.store.close()
+        again = cluster.part(listen=address)
+        keep(again, prompt(2))
+        until(lambda: found(session, prompt(2)))
+        assert found(session, prompt(1)), "it was read before"
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_the_directory_dies_and_comes_back_empty(cluster: Cluster, count: int) -> None:
+    parts = [cluster.part() for _ in range(count)]
+    for n, part in enumerate(parts):
+        keep(part, prompt(n), prompt(10 + n), prompt(20 + n))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        for n in range(count):
+            until(lambda n=n: found(session, prompt(n)))  # type: ignore[misc]
+        cluster.valkey.kill()
+        assert found(session, prompt(0))
+        for n in range(count):  # known nodes are asked without it
+            until(lambda n=n: found(session, prompt(10 + n)))  # type: ignore[misc]
+        cluster.valkey.start()
+        for n in range(count):
+            until(lambda n=n: found(session, prompt(20 + n)))  # type: ignore[misc]
+        until(lambda: all(part.node.statistics().epoch for part in parts))
+        late = cluster.part()
+        keep(late, prompt(77))
+        until(lambda: found(session, prompt(77)))
+
+
+def test_a_directory_that_hangs_costs_one_deadline(cluster: Cluster) -> None:
+    parts = [cluster.part() for _ in range(5)]
+    for n, part in enumerate(parts):
+        keep(part, prompt(n), prompt(10 + n))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(0)))
+        cluster.valkey.hold()
+        began = time.monotonic()
+        for n in range(30):
+            length(session, prompt(1000 + n))
+        assert time.monotonic() - began < 10, "not a deadline for each of thirty prompts"
+        assert seen(reader).away
+        until(lambda: found(session, prompt(10)))
+        cluster.valkey.resume()
+        until(lambda: found(session, prompt(14)))
+
+
+def test_without_a_directory_there_is_nothing_to_wait_for(cluster: Cluster) -> None:
+    cluster.valkey.kill()
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        began = time.monotonic()
+        for n in range(30):
+            assert length(session, prompt(n)) == 0
+        assert time.monotonic() - began < 10
+        cluster.valkey.start()
+        part = cluster.part()
+        keep(part, prompt(1))
+        until(lambda: found(session, prompt(1)))
+
+
+def test_a_directory_full_of_lies(cluster: Cluster) -> None:
+    """Every member is said to have blocks that none has."""
+    parts = [cluster.part() for _ in range(6)]
+    keep(parts[5], prompt(1, 2, 3))
+    with parts[5].store.session(MODEL) as session:
+        session.store(prompt(9), data(PLAIN, prompt(9)))
+    keys = [parts[5].store.index.key(row) for row in range(1, parts[5].store.index.size)]
+    for part in parts[:5]:
+        own = part.node._membership.own
+        assert own is not None
+        part.node._directory.publish(own, keys, [])
+    parts[5].announced()
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1, 2, 3)))
+        parts[5].node.close()
+        parts[5].server.close()
+        assert length(session, prompt(9)) == 0
+        until(lambda: seen(reader).stale > 0)
+    assert held(reader) == 0
+
+
+def test_another_tenant_s_blocks_are_not_found(cluster: Cluster) -> None:
+    parts = [cluster.part() for _ in range(6)]
+    keep(parts[0], prompt(1), tenant=OTHER_TENANT)
+    keep(parts[1], prompt(2))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session, reader.session(MODEL, OTHER_TENANT) as other:
+        until(lambda: found(session, prompt(2)))
+        assert length(session, prompt(1)) == 0
+        until(lambda: found(other, prompt(1)))
+
+
+def test_a_block_that_was_dropped_here_is_fetched_from_no_member(cluster: Cluster) -> None:
+    parts = [cluster.part() for _ in range(3)]
+    for part in parts:
+        keep(part, prompt(1))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1)))
+        assert session.drop(prompt(1)) == 1
+        assert length(session, prompt(1)) == 0
+        late = cluster.part()
+        keep(late, prompt(1), prompt(2))
+        until(lambda: found(session, prompt(2)))
+        assert length(session, prompt(1)) == 0
+
+
+def test_positions_go_from_one_member_to_another(cluster: Cluster) -> None:
+    """With two positions for six members all blocks are reached, and what is measured of a member is remembered."""
+    parts = [cluster.part() for _ in range(6)]
+    for n, part in enumerate(parts):
+        keep(part, *[prompt(n, k) for k in range(4)])
+    reader = cluster.reader(peers={"most": 2})
+    with reader.session(MODEL) as session:
+        for k in range(4):
+            for n in range(6):
+                until(lambda n=n, k=k: found(session, prompt(n, k)))  # type: ignore[misc]
+        about = seen(reader)
+        assert about.bound > 2
+        assert len([member for member in about.members if member.tier]) == 2
+        assert all(member.bytes_per_second > 0 and member.round_trip > 0 for member in about.members)
+    assert {name for name in reader.statistics().tiers if name.startswith("peer")} == {"peer 1", "peer 2"}
+    assert held(reader) == 0
+
+
+def test_a_store_without_other_members_has_no_line_and_no_threads_for_them(cluster: Cluster) -> None:
+    import threading
+
+    before = threading.active_count()
+    reader = cluster.reader(peers={"most": 32})
+    assert threading.active_count() - before < 12
+    assert not [name for name in reader.statistics().tiers if name.startswith("peer")]
+
+
+@pytest.mark.parametrize(
+    ("peers", "text"),
+    [
+        ({"addresses": "127.0.0.1:9"}, "peers.addresses and peers.directory are both set"),
+        ({"announce": "10.0.0.1:1"}, "peers.announce is set, and peers.listen is not"),
+        ({"cluster": "a b"}, "peers.cluster is 'a b'"),
+        ({"directory": "embedded"}, "peers.listen is not set"),
+        ({"directory": "embedded://x"}, "it must be embedded://HOST:PORT"),
+        ({"directory": "http://x"}, "peers.directory is 'http://x'"),
+        ({"directory": "embedded", "listen": "127.0.0.1:9411"}, "only a node"),
+        ({"directory": "", "announce": "10.0.0.1:1"}, "there is nobody to tell it to"),
+        ({"directory_user": "x"}, "peers.directory_user is 'x', and peers.directory_password_file is not set"),
+    ],
+)
+def test_settings_that_contradict_each_other(cluster: Cluster, peers: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        cluster.reader(peers=peers)
+
+
+def test_an_address_that_others_cannot_use_is_not_announced(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match=r"peers\.announce"):
+        cluster.part(listen="0.0.0.0:0")
