@@ -4,16 +4,14 @@ and when the fault is over everything is a hit again and nothing is left over.""
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 import pytest
 
@@ -21,6 +19,7 @@ from kvtide.testing.interface import SIZE
 from tests.node import host
 from tests.node.certificates import Authority
 from tests.node.serving import eventually
+from tests.peers.faults import FAULTS, schedule, suffer
 from tests.peers.hosts import PORT, Cluster
 from tests.peers.network import Network, missing
 
@@ -58,46 +57,9 @@ def test_what_one_computed_is_a_hit_on_the_others(cluster: Cluster) -> None:
         assert cluster.serving(one).blocks_sent >= sent + len(path)
 
 
-class Fault(NamedTuple):
-    """What happens to a node, and how it ends. ``away``: others cannot reach it meanwhile."""
-
-    begin: Callable[[Cluster, str], None]
-    end: Callable[[Cluster, str], None] = lambda cluster, name: cluster.network.mend(name)
-    away: bool = True
-
-
-FAULTS = {
-    "killed": Fault(lambda c, name: c.members[name].kill(), lambda c, name: c.members[name].start()),
-    "stopped": Fault(lambda c, name: c.members[name].pause(), lambda c, name: c.members[name].resume()),
-    "partitioned": Fault(lambda c, name: c.network.lose(name)),
-    "unplugged": Fault(lambda c, name: c.network.unplug(name)),
-    "slow": Fault(lambda c, name: c.network.slow(name, "8mbit"), away=False),
-    "restarted": Fault(lambda c, name: c.members[name].stop(), lambda c, name: c.members[name].start()),
-}
-
-
 @pytest.mark.parametrize(("what", "victim"), list(zip(FAULTS, NAMES * 2, strict=True)))
 def test_a_fault_under_load(cluster: Cluster, what: str, victim: str) -> None:
-    fault = FAULTS[what]
-    one, other = (name for name in NAMES if name != victim)
-    alone = cluster.computed(victim)
-    shared = cluster.computed(victim)
-    cluster.until_hit(one, shared)
-    ours = cluster.computed(one)
-    with cluster.load(seed=list(FAULTS).index(what)) as load:
-        load.goes_on(*NAMES)
-        fault.begin(cluster, victim)
-        if fault.away:
-            assert cluster.ask(other, alone) == 0, "nobody else has it"
-        cluster.until_hit(other, ours)
-        cluster.until_hit(other, shared)
-        if cluster.members[victim].running:
-            cluster.until_hit(victim, alone)
-        fault.end(cluster, victim)
-        for name in (one, other):
-            cluster.until_hit(name, alone)
-        cluster.until_hit(victim, ours)
-    assert all(load.hits[name] for name in (one, other))
+    suffer(cluster, what, victim)
 
 
 def test_two_nodes_that_do_not_reach_each_other_share_by_the_third(cluster: Cluster) -> None:
@@ -158,8 +120,7 @@ SEED = int(os.environ.get("TEST_SEED", time.time_ns() % 1_000_000))
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tls", [False, True], ids=["secret", "tls"])
 def test_a_random_schedule_of_faults(tmp_path: Path, tls: bool) -> None:
-    """Faults of all nodes and links, several at a time, for minutes, with little memory, so that blocks are evicted all
-    the time; and again and again a moment of peace, in which everything must recover."""
+    """For minutes, with little memory, so that blocks are evicted all the time."""
     if reason := missing():
         pytest.skip(f"there can be no network namespaces here: {reason}")
     print(f"TEST_SEED={SEED}")  # pytest shows it if the test fails
@@ -175,58 +136,7 @@ def test_a_random_schedule_of_faults(tmp_path: Path, tls: bool) -> None:
             "names": " ".join(f"host-{name}" for name in NAMES),
         }
     small = {"KVTIDE_DRAM_BUDGET": "4MiB", "KVTIDE_NVME_BUDGET": "16MiB", "KVTIDE_NVME_SEGMENT": "4MiB"}
-    end = time.monotonic() + SECONDS
     with ExitStack() as stack:
         network = stack.enter_context(closing(Network(*NAMES)))
         cluster = Cluster(tmp_path, stack, network, *NAMES, peers=peers or None, **small)
-        rounds = 0
-        while time.monotonic() < end:
-            with cluster.load(random.randrange(1 << 30)) as load:
-                load.goes_on(*NAMES)
-                for _ in range(random.randrange(1, 6)):
-                    disturb(cluster, random)
-                    wait(cluster, random.uniform(0.1, 2.5))
-                    if random.random() < 0.5:
-                        cluster.mend()
-                cluster.mend()
-                for one, other in itertools.permutations(NAMES, 2):
-                    cluster.until_read(other, one)
-                load.goes_on(*NAMES)
-            cluster.check_nothing_left()
-            rounds += 1
-        assert rounds
-
-
-def disturb(cluster: Cluster, random: Random) -> None:
-    """Begin a fault of one node, which may have others already, or of two."""
-    name = random.choice(NAMES)
-    member = cluster.members[name]
-    what = random.choice(["kill", "stop", "lose", "unplug", "slow", "divide", "restart", "again"])
-    if what == "lose":
-        cluster.network.lose(name)
-    elif what == "unplug":
-        cluster.network.unplug(name)
-    elif what == "slow":
-        cluster.network.slow(name, random.choice(["1mbit", "8mbit", "40mbit"]))
-    elif what == "divide":
-        cluster.network.divide(*random.sample(NAMES, 2))
-    elif not member.running:
-        return
-    elif what == "kill":
-        member.kill()
-    elif what == "stop":
-        member.pause()
-    elif what == "restart":
-        member.stop()
-        member.start()
-    else:
-        member.kill()
-        member.start()
-
-
-def wait(cluster: Cluster, seconds: float) -> None:
-    """Let the faults last, and see that the budgets hold meanwhile."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        cluster.check_budgets()
-        time.sleep(0.1)
+        schedule(cluster, random, SECONDS)
