@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import bookkeeping, readme
+from bench.directory import directory
 from bench.other_nodes import other_nodes
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
@@ -41,6 +42,7 @@ OWN: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "pipeline": bookkeeping.pipeline,
     "scheduler": scheduler,
     "peers": other_nodes,
+    "directory": directory,
 }
 """Figures that only kvtide's own targets need."""
 LMCACHE_DISK = ("fs_native_odirect", "legacy_odirect")

@@ -1,389 +1,97 @@
-"""Reads from another node's memory, beside a bare stream over the same sockets, on loopback.
+"""Reads from another node's memory, beside a bare stream over the same sockets, on loopback; lookups; and matches.
 
-The bare stream moves the same bytes between as many processes over as many connections: a request of 16 bytes for each
-8 MiB (or block, if that is larger), the bytes in one ``sendmsg``, and ``recvmsg_into`` with MSG_WAITALL. It computes no
-checksum. ``stream + checksums`` computes on both ends what records need, XXH3-128 of every section. CPU time is that of
-all processes, both sides.
-
-Contestants take turns, round by round; a round is timed from the first client's start to the last one's end.
+CPU time is that of all processes, both sides. Contestants take turns, round by round; a round is timed from the first
+client's start to the last one's end. See ``node_processes.py`` for what the contestants do.
 """
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
-import multiprocessing
 import os
-import queue
-import secrets
-import socket
-import ssl
 import statistics
-import struct
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from xxhash import xxh3_128_digest
-
-import kvtide
-from kvtide import config as configuration
-from kvtide.benchmarks.record import BenchRecord, Rounds, Sample, figure
-from kvtide.benchmarks.settings import MIB, SMALL, Settings, block_sources, layout_of
-from kvtide.block import BLOCK_TOKENS, BlockKey
-from kvtide.peers.server import PeerServer
-from kvtide.store.store import Store
-from kvtide.testing.blocks import aligned
-from kvtide.tiers.base import FoundBlock, Identity, Read
-from kvtide.tiers.peers.tier import PeerTier
-from kvtide.tiers.peers.trust import PeerTrust
+from bench.beside_mooncake import beside_mooncake
+from bench.node_processes import (
+    CONNECTIONS,
+    TOTAL,
+    Contest,
+    Worker,
+    make_credentials,
+    match,
+    read,
+    receive_stream,
+    send_stream,
+    serve,
+)
+from kvtide.benchmarks.record import BenchRecord, Rounds, figure
+from kvtide.benchmarks.settings import MIB, SMALL, Settings
 
 __all__ = ["other_nodes"]
 
-_TOTAL = 512 * MIB
-"""Bytes that a server has, and that each client of one reads in a round."""
-_CALL = 8 * MIB
-_CONNECTIONS = 2
-_REQUEST = struct.Struct("<QQ")
-_Message = tuple[Any, ...]
-
-
-# -- processes --------------------------------------------------------------------------------------------------
-
-
-class _Worker:
-    """A process that runs ``work`` with the other end of ``pipe``."""
-
-    def __init__(self, stack: ExitStack, work: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-        stack.callback(self._end)
-
-    def _end(self) -> None:
-        self.pipe.close()
-        self._process.join(30)
-        self._process.kill()
-
-    def ask(self, *message: object) -> Any:
-        self.pipe.send(message)
-        return self.pipe.recv()
-
-
-def _answers(pipe: Connection, answer: Callable[[_Message], object]) -> None:
-    """Answer messages until the other end is closed. ``cpu`` is answered with this process's CPU seconds."""
-    while True:
-        try:
-            message = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(time.process_time() if message == ("cpu",) else answer(message))
-
-
-def _settings(folder: str, tls: bool, **peers: object) -> configuration.Config:
-    trust: dict[str, object] = {"token_file": f"{folder}/token"}
-    if tls:
-        trust = {"certificate": f"{folder}/host.pem", "authority": f"{folder}/ca.pem", "names": "host"}
-    budget = 2 * _TOTAL
-    return configuration.read(
-        None, env={}, dram={"budget": budget, "segment": 64 * MIB}, peers={**trust, **peers, "timeout": 30.0}
-    )
-
-
-def _shape(nbytes: int) -> kvtide.Layout:
-    return layout_of(nbytes) if nbytes >= MIB else SMALL
-
-
-def _who(nbytes: int) -> Identity:
-    layout = _shape(nbytes)
-    model = kvtide.Model(layout, "bench")
-    group = layout.groups[0]
-    return Identity(
-        model.namespace(),
-        kvtide.Tenant("", b"kvtide: the tenant of those who named none").tag,
-        layout.digest,
-        group.suffix,
-        layout.block_tokens,
-        layout.geometry[group.name],
-        group.itemsize,
-    )
-
-
-def _tokens(count: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    return np.arange(count * BLOCK_TOKENS, dtype=np.uint32)
-
-
-def _serve(pipe: Connection, folder: str, tls: bool, nbytes: int, count: int) -> None:
-    """A node that has ``count`` blocks of ``nbytes``. Says its address and the blocks' keys."""
-    with Store(_settings(folder, tls, listen="127.0.0.1:0")) as store, closing(PeerServer(store)) as server:
-        sources = block_sources(nbytes)
-        with store.session(kvtide.Model(_shape(nbytes), "bench")) as session:
-            chain = session.chain(_tokens(count))
-            session.store(chain, [sources[i % 4] for i in range(count)])
-            assert store.statistics().tiers["dram"].blocks == count
-            pipe.send((server.address, [bytes(digest) for digest in chain.digests]))
-            _answers(pipe, lambda _: None)
-
-
-def _read(pipe: Connection, folder: str, tls: bool, nbytes: int, addresses: Sequence[str], keys: list[bytes]) -> None:
-    """A reader of a node's blocks. To ("read", n): the start and the end of reading the first n."""
-    config = _settings(folder, tls, addresses=" ".join(addresses))
-    trust, who = PeerTrust(config.peers, config.security), _who(nbytes)
-    names = [BlockKey(key + who.group) for key in keys]
-    memory = aligned(nbytes * len(keys))
-    np.frombuffer(memory, np.uint8)[:] = 1
-    spans = [memory[i : i + nbytes] for i in range(0, len(memory), nbytes)]
-    tiers = [PeerTier(a, trust, connections=_CONNECTIONS, timeout=30.0) for a in addresses]
-
-    def answer(message: _Message) -> object:
-        if message[0] == "read":
-            ended: queue.SimpleQueue[Sequence[object]] = queue.SimpleQueue()
-            items = [Read(names[i], who, 0, spans[i]) for i in range(message[1])]
-            start = time.perf_counter()
-            tiers[0].read(items, ended.put)
-            results = ended.get()
-            stop = time.perf_counter()
-            assert all(result is True for result in results), "not all blocks were read"
-            assert bytes(spans[0][:64]) == bytes(block_sources(nbytes)[0][:64])
-            return start, stop
-        found: queue.SimpleQueue[Sequence[FoundBlock | None]] = queue.SimpleQueue()
-        wishes = [(name, who) for name in names]
-        start = time.perf_counter()
-        for tier in tiers:
-            tier.find(wishes, found.put)
-        answers = [found.get() for _ in tiers]
-        stop = time.perf_counter()
-        assert any(None not in entries for entries in answers), "not all blocks were found"
-        return start, stop
-
-    pipe.send("ready")
-    _answers(pipe, answer)
-    for tier in tiers:
-        tier.close()
-
-
-def _filled(sock: socket.socket, span: memoryview) -> None:
-    """Receive so many bytes."""
-    if isinstance(sock, ssl.SSLSocket):
-        while span:
-            count = sock.recv_into(span)
-            assert count
-            span = span[count:]
-        return
-    while span:
-        count = sock.recv_into(span, 0, socket.MSG_WAITALL)
-        assert count
-        span = span[count:]
-
-
-def _checksum(span: memoryview, section: int) -> None:
-    for i in range(0, len(span), section):
-        xxh3_128_digest(span[i : i + section])
-
-
-def _context(folder: str, side: int) -> ssl.SSLContext:
-    context = ssl.SSLContext(side)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(f"{folder}/host.pem")
-    context.load_verify_locations(f"{folder}/ca.pem")
-    return context
-
-
-def _stream(pipe: Connection, folder: str, tls: bool, nbytes: int, count: int, checked: bool) -> None:
-    """A bare sender. Says its address."""
-    blocks = aligned(nbytes * count)
-    sources = block_sources(nbytes)
-    for i in range(count):
-        np.frombuffer(blocks, np.uint8)[i * nbytes : (i + 1) * nbytes] = sources[i % 4]
-    section = _who(nbytes).geometry.section
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def send(sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if tls:
-            sock = _context(folder, ssl.PROTOCOL_TLS_SERVER).wrap_socket(sock, server_side=True)
-        request = bytearray(_REQUEST.size)
-        with sock:
-            while sock.recv_into(request, 0, 0 if tls else socket.MSG_WAITALL):
-                start, size = _REQUEST.unpack(request)
-                part = blocks[start : start + size]
-                if checked:
-                    _checksum(part, section)
-                if tls:
-                    sock.sendall(part)
-                else:
-                    while part:
-                        part = part[sock.sendmsg([part]) :]
-
-    def accept() -> None:
-        while True:
-            sock, _ = listener.accept()
-            threading.Thread(target=send, args=(sock,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    pipe.send(listener.getsockname())
-    _answers(pipe, lambda _: None)
-
-
-def _receive(
-    pipe: Connection,
-    folder: str,
-    tls: bool,
-    nbytes: int,
-    count: int,
-    address: tuple[str, int],
-    connections: int,
-    checked: bool,
-) -> None:
-    """A bare receiver. To ("read", n): the start and the end of receiving the first n blocks."""
-    blocks = aligned(nbytes * count)
-    np.frombuffer(blocks, np.uint8)[:] = 1
-    section, step = _who(nbytes).geometry.section, max(nbytes, _CALL)
-    sockets = []
-    for _ in range(connections):
-        sock = socket.create_connection(address)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sockets.append(_context(folder, ssl.PROTOCOL_TLS_CLIENT).wrap_socket(sock) if tls else sock)
-
-    def answer(message: _Message) -> object:
-        parts: queue.SimpleQueue[int] = queue.SimpleQueue()
-        total = message[1] * nbytes
-        for start in range(0, total, step):
-            parts.put(start)
-
-        def work(sock: socket.socket) -> None:
-            while True:
-                try:
-                    start = parts.get_nowait()
-                except queue.Empty:
-                    return
-                size = min(step, total - start)
-                sock.sendall(_REQUEST.pack(start, size))
-                part = blocks[start : start + size]
-                _filled(sock, part)
-                if checked:
-                    _checksum(part, section)
-
-        threads = [threading.Thread(target=work, args=(sock,)) for sock in sockets]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ended = time.perf_counter()
-        assert bytes(blocks[:64]) == bytes(block_sources(nbytes)[0][:64])
-        return began, ended
-
-    pipe.send("ready")
-    _answers(pipe, answer)
-
-
-# -- figures ----------------------------------------------------------------------------------------------------
-
-
-def _certificates(folder: Path) -> None:
-    """A certificate for host, and of the authority that signed it: the same one, by itself."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    def made(name: str, key: Any, by: str, signer: Any, authority: bool) -> bytes:
-        subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, by))
-        now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day)
-        builder = builder.not_valid_after(now + day)
-        builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-        if not authority:
-            here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-            builder = builder.add_extension(x509.SubjectAlternativeName([here]), critical=False)
-        return builder.sign(signer, hashes.SHA256()).public_bytes(pem)
-
-    pem = serialization.Encoding.PEM
-    ca, host = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    (folder / "ca.pem").write_bytes(made("ca", ca, "ca", ca, authority=True))
-    secret = host.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (folder / "host.pem").write_bytes(made("host", host, "ca", ca, authority=False) + secret)
-
-
-class _Contest:
-    """One contestant: a server process, and its clients."""
-
-    def __init__(self, server: _Worker, clients: Sequence[_Worker], nbytes: int, count: int) -> None:
-        self._server = server
-        self._clients = clients
-        self._count = count
-        self._nbytes = nbytes
-
-    def round(self) -> Sample:
-        workers = [self._server, *self._clients]
-        before = sum(worker.ask("cpu") for worker in workers)
-        for client in self._clients:
-            client.pipe.send(("read", self._count))
-        moments = [client.pipe.recv() for client in self._clients]
-        cpu = sum(worker.ask("cpu") for worker in workers) - before
-        seconds = max(stop for _, stop in moments) - min(start for start, _ in moments)
-        return Sample(seconds, cpu, len(self._clients) * self._count * self._nbytes)
+_SECONDS = 10.0
+"""How long the rounds of a figure take, if more than the least."""
 
 
 def other_nodes(settings: Settings) -> Iterator[BenchRecord]:
     """Reads from another node's DRAM, and lookups at three nodes."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        (folder / "token").write_text(secrets.token_hex(32))
-        (folder / "token").chmod(0o600)
-        _certificates(folder)
+        make_credentials(folder)
+        yield from _matches(settings, text)
         yield from _lookups(settings, text)
         for tls in (False, True):
             for nbytes in (2 * MIB, 32 * MIB):
                 for clients in (1, 4):
                     yield from _reads(settings, text, tls, nbytes, clients)
+    yield from beside_mooncake(settings)
 
 
 def _reads(settings: Settings, folder: str, tls: bool, nbytes: int, clients: int) -> Iterator[BenchRecord]:
-    count = _TOTAL // nbytes
+    count = TOTAL // nbytes
     mine = max(1, count // clients // 2) if clients > 1 else count  # so that a round is as long
     name = f"peers-{'tls-' if tls else ''}read-{nbytes // MIB}mib-{clients}-client{'s' if clients > 1 else ''}"
     with ExitStack() as stack:
-        contests: dict[str, _Contest] = {}
-        server = _Worker(stack, _serve, folder, tls, nbytes, count)
+        contests: dict[str, Contest] = {}
+        server = Worker(stack, serve, folder, tls, nbytes, count)
         address, keys = server.pipe.recv()
-        readers = [_Worker(stack, _read, folder, tls, nbytes, [address], keys[:mine]) for _ in range(clients)]
-        contests["kvtide"] = _Contest(server, readers, nbytes, mine)
-        bare = {"stream": (_CONNECTIONS, False), "stream, 1 connection": (1, False)}
-        bare["stream + checksums"] = _CONNECTIONS, True
+        readers = [Worker(stack, read, folder, tls, nbytes, [address], keys[:mine]) for _ in range(clients)]
+        contests["kvtide"] = Contest(server, readers, nbytes, mine)
+        bare = {"stream": (CONNECTIONS, False), "stream, 1 connection": (1, False)}
+        bare["stream + checksums"] = CONNECTIONS, True
         for what, (connections, checked) in bare.items():
-            sender = _Worker(stack, _stream, folder, tls, nbytes, count, checked)
+            sender = Worker(stack, send_stream, folder, tls, nbytes, count, checked)
             where = sender.pipe.recv()
             takers = [
-                _Worker(stack, _receive, folder, tls, nbytes, mine, where, connections, checked) for _ in range(clients)
+                Worker(stack, receive_stream, folder, tls, nbytes, mine, where, connections, checked)
+                for _ in range(clients)
             ]
-            contests[what] = _Contest(sender, takers, nbytes, mine)
+            contests[what] = Contest(sender, takers, nbytes, mine)
         for worker in [w for contest in contests.values() for w in contest._clients]:
             assert worker.pipe.recv() == "ready"
         rounds: Rounds = {what: {"read": []} for what in contests}
-        total = settings.rounds(4, 2)
-        for turn in range(total + 1):
-            settings.progress(f"{name}, {'warm-up' if not turn else f'round {turn} of {total}'}")
+        first: dict[str, float] = {}
+        """The speed of the first round, in which the node computes the checksums of its blocks."""
+        least, began = settings.rounds(4, 2), time.monotonic()
+        for turn in range(settings.rounds(16, 2) + 1):
+            if turn > least and time.monotonic() - began > _SECONDS:
+                break
+            settings.progress(f"{name}, {f'round {turn}' if turn else 'warm-up'}")
             for what, contest in contests.items():
                 sample = contest.round()
                 if turn:
                     rounds[what]["read"].append(sample)
-    yield from _figures(settings, name, rounds, tls)
+                else:
+                    first[what] = sample.speed
+    yield from _figures(settings, name, rounds, tls, first)
 
 
-def _figures(settings: Settings, name: str, rounds: Rounds, tls: bool) -> Iterator[BenchRecord]:
+def _figures(
+    settings: Settings, name: str, rounds: Rounds, tls: bool, first: dict[str, float]
+) -> Iterator[BenchRecord]:
     samples = {what: tasks["read"] for what, tasks in rounds.items()}
     bare = ["stream", "stream, 1 connection"]
     best = max(bare, key=lambda what: statistics.median(s.speed for s in samples[what]))
@@ -400,9 +108,10 @@ def _figures(settings: Settings, name: str, rounds: Rounds, tls: bool) -> Iterat
         reference=[s.speed for s in samples[best]],
         bar=0.85,
         command=settings.command,
-        note=f"verified; the bare stream, over {1 if best != 'stream' else _CONNECTIONS} connections, which is faster "
-        f"than over {_CONNECTIONS if best != 'stream' else 1}, computes no checksum (with checksums on both ends: "
-        f"{with_checksums:.2f} GB/s); both sides on these cores",
+        note=f"verified; the bare stream, over {1 if best != 'stream' else CONNECTIONS} connections, which is faster "
+        f"than over {CONNECTIONS if best != 'stream' else 1}, computes no checksum (with checksums on both ends: "
+        f"{with_checksums:.2f} GB/s); when the blocks were read for the first time, and their checksums computed, "
+        f"{first['kvtide']:.2f} GB/s, and the bare stream {first[best]:.2f}; both sides on {os.cpu_count()} cores",
     )
     allowed = [1.2 * b.cpu_per_gb + max(0.0, c.cpu_per_gb - b.cpu_per_gb) for b, c in zip(plain, checked, strict=True)]
     costs = [statistics.median(s.cpu_per_gb for s in some) for some in (plain, checked)]
@@ -421,15 +130,45 @@ def _figures(settings: Settings, name: str, rounds: Rounds, tls: bool) -> Iterat
     )
 
 
+def _matches(settings: Settings, folder: str) -> Iterator[BenchRecord]:
+    with ExitStack() as stack:
+        nbytes = SMALL.geometry[SMALL.groups[0].name].nbytes
+        servers = [Worker(stack, serve, folder, False, nbytes, 1) for _ in range(2)]
+        addresses = [server.pipe.recv()[0] for server in servers]
+        settings.progress("peers-match-3")
+        askers = [Worker(stack, match, folder, some) for some in ([], addresses)]
+        for asker in askers:
+            assert asker.pipe.recv() == "ready"
+        times: list[list[float]] = [[], []]
+        for turn in range(10 + settings.rounds(200, 30)):
+            for asker, some in zip(askers, times, strict=True):
+                seconds = asker.ask("match")
+                if turn >= 10:
+                    some.append(1000 * seconds)
+    alone, others = times
+    yield figure(
+        "peers-match-3",
+        "ms",
+        others,
+        better="lower",
+        limit=alone,
+        against="a match without other nodes",
+        command=settings.command,
+        note=f"a new prompt of 3 blocks, which 2 other nodes are asked for and do not have; without other nodes "
+        f"{statistics.median(alone):.2f} ms; {os.cpu_count()} cores for 4 processes",
+    )
+
+
 def _lookups(settings: Settings, folder: str) -> Iterator[BenchRecord]:
     nbytes, count = SMALL.geometry[SMALL.groups[0].name].nbytes, 512
     with ExitStack() as stack:
-        servers = [_Worker(stack, _serve, folder, False, nbytes, n) for n in (count, 1, 1, count, count)]
+        servers = [Worker(stack, serve, folder, False, nbytes, n) for n in (count, 1, 1, count, count)]
         told = [server.pipe.recv() for server in servers]
         addresses, keys = [address for address, _ in told], told[0][1]
         groups = {"": addresses[:3], "-everywhere": [addresses[0], *addresses[3:]]}
-        askers = {name: _Worker(stack, _read, folder, False, nbytes, some, keys) for name, some in groups.items()}
+        askers = {name: Worker(stack, read, folder, False, nbytes, some, keys) for name, some in groups.items()}
         moments: dict[str, list[tuple[float, float]]] = {name: [] for name in askers}
+        settings.progress("peers-locate-512")
         for asker in askers.values():
             assert asker.pipe.recv() == "ready"
         for turn in range(10 + settings.rounds(200, 30)):

@@ -6,7 +6,9 @@ Servers of shared storage are started once, when the first test wants them.
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +29,14 @@ def pytest_report_header() -> list[str]:
 def pytest_configure() -> None:
     # Whoever is started in the background may be told to ignore interrupts, and would tell its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Images of containers often set this. Tests start hundreds of processes, and each would compile all of kvtide: the
+    # start of a node then takes twice the CPU time.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    # PyTorch computes tiny models here. Its threads wait for each other, by turning, at each operation: where other
+    # processes use the cores too, two of them take twice the CPU time of one. (vLLM has threads of its own settings.)
+    if not _VLLM:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -202,7 +202,7 @@ def kill_again_and_again(zygote: Zygote, folder: Path, times: int, seed: int) ->
 
 
 def test_killed_at_any_moment(zygote: Zygote, tmp_path: Path) -> None:
-    kill_again_and_again(zygote, tmp_path, 60, seed=1)
+    kill_again_and_again(zygote, tmp_path, 45, seed=1)
 
 
 @pytest.mark.long

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import kvtide
 from kvtide import Explanation, Extra, Model, Session, Store, Tenant, Unwritten, Why, config
+from kvtide.clock import Clock
 from kvtide.errors import LayoutError
+from kvtide.formatting import moment
 from kvtide.index.absence_log import AbsenceCause, AbsenceLog, EvictedFor
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.node import protocol as p
+from kvtide.node.client.backend import RemoteBackend
 from kvtide.node.client.client import Client
 from kvtide.store.backend import LocalBackend
 from kvtide.store.recent_requests import RecentStatistics
@@ -33,8 +37,17 @@ NUMBERS = itertools.count(500_000)
 class World:
     """A store with a clock that stands still, in this process or in a node, and a host of sessions in front of it."""
 
-    def __init__(self, kind: str, folder: Path, disk: FaultyDisk | None = None, **settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        disk: FaultyDisk | None = None,
+        real: Clock | None = None,
+        **settings: dict[str, Any],
+    ) -> None:
+        """``real``: a clock that does not stand still."""
         self.clock = FakeClock()
+        clock: Clock = real or self.clock
         self._node: Thread | None = None
         tree: dict[str, Any] = {"dram": {"budget": "1MiB", "segment": "1MiB"}}
         for section, values in settings.items():
@@ -42,10 +55,10 @@ class World:
         self.store: Store
         self.host: SessionHost
         if kind == "node":
-            self._node = Thread(folder / "node.sock", disk, self.clock, **tree)
+            self._node = Thread(folder / "node.sock", disk, clock, **tree)
             self.store, self.host = self._node.store, Client(folder / "node.sock")
         else:
-            self.host = self.store = Store(config.read(None, **tree), clock=self.clock, disk=disk)
+            self.host = self.store = Store(config.read(None, **tree), clock=clock, disk=disk)
 
     def close(self) -> None:
         self.host.close()
@@ -108,7 +121,7 @@ def test_hits_and_blocks_that_were_never_seen(opened: Opener) -> None:
         assert found.by_tier() == {"dram": 3}
         assert found.by_reason() == {"never seen": 2}
         assert "blocks 0-2 (tokens 0-47): in DRAM" in str(found)
-        assert "never seen since the store was opened at" in str(found)
+        assert "never seen since the store was opened, empty, at" in str(found)
         assert session.explain(session.chain([*prompt(1, 2), 9])).tokens == 2 * LAYOUT.block_tokens + 1
         assert session.explain([]).blocks == ()
 
@@ -304,6 +317,56 @@ def test_after_a_restart_what_was_before_is_unknown(opened: Opener, tmp_path: Pa
         assert why(session, 1, 2) == [Why.HIT, Why.DROPPED], "what happened since is known"
 
 
+def test_after_a_restart_what_a_reserved_share_had_is_unknown(opened: Opener, tmp_path: Path) -> None:
+    """A share without a disk, and one that is new: the blocks of its tenant were among those of all others before."""
+    tag = OTHER.tag.hex()
+    shares: list[dict[str, Any]] = [
+        {"dram": {"budget": "4MiB", "reserved": f"{tag}:1MiB"}},
+        {"dram": {"budget": "4MiB", "reserved": f"{tag}:1MiB"}, "nvme": {"reserved": f"{tag}:16MiB"}},
+    ]
+    for number, share in enumerate(shares):
+        disk = nvme(tmp_path, budget="48MiB", **share.get("nvme", {}))
+        world = opened(dram=share["dram"], nvme=disk)
+        with world.host.session(MODEL, OTHER) as session:
+            assert why(session, 1) == [Why.UNKNOWN_SINCE_RESTART if number else Why.NEVER_SEEN]
+            keep(session, 1)
+            session.drop(prompt(1))
+            assert why(session, 1) == [Why.DROPPED]
+        world.close()
+
+
+def test_a_store_without_a_disk_says_that_it_began_empty(opened: Opener) -> None:
+    """It cannot know whether it was restarted, so it claims nothing of before."""
+    world = opened()
+    with world.host.session(MODEL) as session:
+        keep(session, 1)
+    world.close()
+    world = opened()
+    with world.host.session(MODEL) as session:
+        said = " ".join(str(told(session, 1)).split())
+        assert f"never seen since the store was opened, empty, at {moment(world.clock.time())}" in said
+    world.close()
+
+
+def test_an_engine_that_saw_its_node_restart_is_told_so(tmp_path: Path) -> None:
+    world = World("node", tmp_path)
+    with world.host.session(MODEL) as session:
+        keep(session, 1)
+        assert why(session, 1, 2) == [Why.HIT, Why.NEVER_SEEN]
+        session.match(prompt(1, 2), request="one").release()
+        assert world._node is not None
+        world._node.close()
+        again = World("node", tmp_path)
+        eventually(lambda: why(session, 1) != [Why.NO_NODE])
+        assert why(session, 1, 2) == [Why.UNKNOWN_SINCE_RESTART] * 2
+        session.match(prompt(1, 2), request="two").release()
+        past = session.explain_request("two")
+        assert past is not None
+        assert past.by_reason() == {"unknown since restart": 2}
+        again.close()
+    world.close()
+
+
 def test_an_overwritten_record_is_no_proof_that_nothing_happened(opened: Opener) -> None:
     world = opened(explain={"memory": 64})
     with world.host.session(MODEL) as session:
@@ -374,6 +437,25 @@ def test_who_knows_the_names_of_anothers_blocks_sees_what_nobody_ever_stored(
     world.close()
 
 
+def test_who_knows_a_tenants_tag_and_its_model_learns_nothing_of_its_requests(tmp_path: Path) -> None:
+    world = World("node", tmp_path)
+    thief = Tenant("thief", b"a secret that is not the one of the other tenant")
+    with world.host.session(MODEL, OTHER) as owner, world.host.session(MODEL, thief) as stranger:
+        owner.match(prompt(1, 2), request="private").release()
+        assert isinstance(stranger.backend, RemoteBackend)
+        mine, theirs = stranger.backend._opening, MODEL.namespace(OTHER)
+        for proof in (b"", thief.proof, OTHER.tag):
+            forged = msgspec.structs.replace(mine, tenant=OTHER.tag, namespace=theirs, proof=proof)
+            stranger.backend._opening, stranger.backend._link = forged, None
+            for name in ("private", ""):
+                assert stranger.explain_request(name) is None
+        stranger.backend._opening, stranger.backend._link = msgspec.structs.replace(forged, proof=OTHER.proof), None
+        assert stranger.explain_request("private") == owner.explain_request("private") is not None
+    local = LocalBackend(world.store.main, LAYOUT, MODEL.namespace(OTHER), OTHER.tag)
+    assert local.explain_request("") is None
+    world.close()
+
+
 def test_another_adapter_is_another_block(opened: Opener) -> None:
     with opened().host.session(MODEL) as session:
         keep(session, 1)
@@ -435,6 +517,35 @@ def test_a_drop_interrupted_anywhere_is_never_told_as_never_seen(tmp_path: Path)
             with pytest.raises(Interrupted):
                 Points(at).run(lambda at=at: session.drop(prompt(at)))  # type: ignore[misc]
             assert why(session, at)[0] in (Why.HIT, Why.DROPPED)
+    world.close()
+
+
+def test_records_handed_to_the_thread_survive_an_interrupt_anywhere(tmp_path: Path) -> None:
+    """With so little memory that they are handed over after every few prompts."""
+    world = World("embedded", tmp_path, explain={"memory": 128 << 10})
+    log = world.store.index.absence_log
+    log._batch.capacity = log._other.capacity = 7
+    with world.store.session(MODEL) as session:
+
+        def dropped(first: int) -> None:
+            for number in range(first, first + 5):
+                session.drop(prompt(number))
+
+        for number in range(5):
+            keep(session, number)
+        counted = Points()
+        counted.run(lambda: dropped(0))
+        for turn, at in enumerate(range(11, counted.count - 40, counted.count // 60)):
+            first = 100 + 5 * turn
+            for number in range(first, first + 5):
+                keep(session, number)
+            with pytest.raises(Interrupted):
+                Points(at).run(lambda first=first: dropped(first))  # type: ignore[misc]
+            dropped(first)
+            found = [why(session, number)[0] for number in range(first, first + 5)] if turn % 6 == 5 else []
+            assert set(found) <= {Why.DROPPED, Why.RECORD_OVERWRITTEN}
+            assert found.count(Why.RECORD_OVERWRITTEN) <= 1
+        assert world.store.statistics().held == 0
     world.close()
 
 
@@ -633,16 +744,24 @@ def test_another_block_size(opened: Opener) -> None:
 
 
 def test_few_and_short_descriptions_of_models_are_kept(opened: Opener) -> None:
-    from kvtide.store.known_models import KnownModels, describe, read
+    from kvtide.store.known_models import KnownModels, KnownModelsStatistics, describe, read
 
     assert read(describe(MODEL)) == MODEL
     assert describe(Model(LAYOUT, "long", {"text": "x" * 20_000})) == b""
     assert read(b"\xc1") is None
     assert read(b"") is None
-    known = KnownModels()
+    known = KnownModels(100_000)
     for number in range(1000):
         known.note(b"%d" % (number % 10), b"", b"%d" % number, b"about %d" % number)
     known.note(b"0", b"blue", b"1", b"in another domain")
     assert len(known.of(b"0", b"")) <= 32
-    assert len(known._known) <= 256
+    assert known.statistics().models == len(known._known) > 100
     assert known.of(b"0", b"blue") == [b"in another domain"]
+    for number in range(1000):
+        known.note(b"%d" % number, b"", b"%d" % number, bytes(16_000))
+        assert known.statistics().bytes <= known.statistics().limit == 100_000
+    assert known.of(b"999", b"") == [bytes(16_000)], "the last ones are kept"
+    assert known.of(b"0", b"blue") == []
+    none = KnownModels(0)
+    none.note(b"0", b"", b"1", b"about")
+    assert none.statistics() == KnownModelsStatistics()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ def test_the_places_of_ones_own_blocks_tell_nothing_of_others_blocks() -> None:
     """Somebody fills the table with blocks of his own and sees which of their records were overwritten: from that he
     cannot tell which prompt another trust domain had, even if he can name the blocks of that prompt."""
     log = AbsenceLog(Columns(), 1 << 16)
-    size = np.uint64(log.statistics().bytes // 16)
+    size = np.uint64(len(log._table))
     mine, had = marks(1 << 17, 1), marks(50, 2)
     log.note_blocks(mine, MINE, Absence.STORE_DROPPED)
 
@@ -112,7 +114,7 @@ def test_records_are_the_same_one_by_one_and_together() -> None:
 
 
 def test_an_interrupted_writing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = AbsenceLog(Columns(), 1 << 10)  # 64 places
+    log = AbsenceLog(Columns(), 1 << 20)
     some = marks(50, 1)
     log.note_blocks(some, MINE, Absence.EVICTED)
     whole = AbsenceLog._write
@@ -129,13 +131,99 @@ def test_an_interrupted_writing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     assert ((found.codes > 0) | found.doubtful).all()
 
 
-def test_collected_records_take_bounded_memory() -> None:
-    log = AbsenceLog(Columns(), 1 << 12)
-    for number in range(5000):
-        log.note(np.arange(number % 5), Absence.DROPPED)
-        log.note_blocks(marks(100, number), MINE, Absence.DROPPED)
-        assert len(log._collected) <= 1024
-        assert log._count <= 4096
+def test_all_records_together_take_the_memory_that_is_set() -> None:
+    some = [marks(100, seed) for seed in range(400)]
+    for nbytes in (1 << 12, 200_000, 4 << 20):
+        tracemalloc.start()
+        try:
+            log = AbsenceLog(Columns(), nbytes)
+            log.on_full = lambda: None
+            assert 0.99 * nbytes < log.statistics().bytes <= nbytes
+            for number, blocks in enumerate(some):
+                log.note(np.arange(number % 5), Absence.DROPPED, times=np.full(number % 5, log.since))
+                log.note_blocks(blocks, MINE, Absence.DROPPED)
+            taken = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert taken < nbytes + 20_000, "besides, Python's own objects"
+
+
+def test_more_records_of_one_call_than_a_batch_holds() -> None:
+    log, some = AbsenceLog(Columns(), 200_000), marks(5000, 1)
+    log.on_full = lambda: None
+    log.note_blocks(marks(100, 2), MINE, Absence.EVICTED)
+    log.note_blocks(some, MINE, Absence.DROPPED)
+    log.note_blocks(some[:10], MINE, Absence.EXPIRED)
+    found = log.find(some, MINE)
+    assert (found.codes[:10] == Absence.EXPIRED.code).sum() >= 8
+    assert (found.codes[10:] == Absence.DROPPED.code).sum() > 3000
+    assert ((found.codes > 0) | found.doubtful).all()
+
+
+def test_a_record_is_found_at_once_wherever_it_is() -> None:
+    """Collected, handed over, or being written by the thread at that moment."""
+    log, stop = AbsenceLog(Columns(), 1 << 20), threading.Event()
+    woken = threading.Event()
+    log.on_full = woken.set
+
+    def write() -> None:
+        while not stop.is_set():
+            woken.wait(0.001)
+            woken.clear()
+            log.write_full()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for number in range(2000):
+            some = marks(40, number)
+            log.note_blocks(some, MINE, Absence.EVICTED if number % 2 else Absence.DROPPED)
+            if number % 10 == 0:
+                found = log.find(some, MINE)
+                assert ((found.codes > 0) | found.doubtful).all()
+                assert (found.codes > 0).sum() >= 38
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_without_a_thread_the_records_are_written_all_the_same() -> None:
+    log = AbsenceLog(Columns(), 1 << 20)
+    log.on_full = lambda: None  # it does not come
+    for number in range(400):
+        log.note_blocks(marks(100, number), MINE, Absence.EVICTED)
+    found = log.find(marks(100, 399), MINE)
+    assert (found.codes > 0).sum() > 90
+    early = log.find(marks(100, 0), MINE)
+    assert ((early.codes > 0) | early.doubtful).all()
+
+
+def test_a_handing_over_that_is_interrupted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, whole = AbsenceLog(Columns(), 1 << 20), AbsenceLog._enter
+    log.on_full = lambda: None
+    armed = [False]
+
+    def interrupted(self: AbsenceLog, notes: Any) -> None:
+        whole(self, notes)
+        if armed[0]:
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AbsenceLog, "_enter", interrupted)
+    stopped, noted = 0, list[Numbers]()
+    for number in range(200):
+        armed[0] = number % 3 == 0
+        try:
+            log.note_blocks(some := marks(450, number), MINE, Absence.EVICTED)
+            noted.append(some)
+        except KeyboardInterrupt:
+            stopped += 1  # then the caller removes no block either
+        armed[0] = False
+        if number % 17 == 0:
+            for some in noted[-5:]:
+                found = log.find(some, MINE)
+                assert ((found.codes > 0) | found.doubtful).all()
+    assert stopped
 
 
 # -- of a store -------------------------------------------------------------------------------------------------

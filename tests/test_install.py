@@ -91,6 +91,11 @@ def test_nobody_is_told_to_install_kvtide_from_an_index_that_does_not_have_it() 
             assert not re.match(r"kvtide\b", wanted), f'{file.name}: pip install {words} (from a clone: ".[extra]")'
 
 
+def test_no_line_break_hides_what_a_page_installs() -> None:
+    for page in PAGES:
+        assert not re.search(r"(?<!: )pip\s*\n\s*install|(?<!: )pip install *\n", page.read_text()), page.name
+
+
 def test_extras_are_in_quotes_for_shells_that_expand_brackets() -> None:
     for page, words in page_lines():
         assert "[" not in re.sub(r"\"[^\"]*\"|'[^']*'", "", words), f"{page.name}: pip install {words}"

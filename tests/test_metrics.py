@@ -15,10 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtide import Model, Store, config
 from kvtide.histogram import Histogram
 from kvtide.metrics import METRICS, render
-from kvtide.store.node_statistics import ClientStatistics, NodeStatistics, PeerServing
+from kvtide.store.node_statistics import ClientStatistics, ClusterServing, NodeStatistics, PeerServing
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import HYBRID, everything, until
 from kvtide.testing.interface import prompt as tokens_of
+from tests.peers.nodes import token
 from tests.plan.small import LAYOUT, MODEL, NBYTES, SLOTS, Clock, content, keep, length, open_store, prompt, right
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -44,8 +45,12 @@ def test_every_metric_is_there_as_the_catalogue_says(tmp_path: Path) -> None:
     files = {"path": str(tmp_path / "shared"), "budget": "1GiB"}
     share = {"budget": "4MiB", "reserved": f"{'0' * 32}:1MiB"}
     record = {"path": str(tmp_path / "trace.jsonl")}
-    with open_store(tmp_path / "tier", nvme={"write_limit": "1MiB"}, files=files, dram=share, record=record) as store:
-        seen = Seen(store, NodeStatistics(clients=[client, client], peers=PeerServing(closed={"too slow": 1})))
+    cluster = {"directory": "valkey://127.0.0.1:1", "token_file": token(tmp_path)}
+    with open_store(
+        tmp_path / "tier", nvme={"write_limit": "1MiB"}, files=files, dram=share, record=record, peers=cluster
+    ) as store:
+        peers = PeerServing(closed={"too slow": 1})
+        seen = Seen(store, NodeStatistics(clients=[client, client], peers=peers, cluster=ClusterServing()))
     for metric in METRICS:
         family = seen.families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.help)

@@ -4,9 +4,11 @@ figures are those of the records."""
 from __future__ import annotations
 
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from bench import readme
 from kvtide import cli
 from kvtide import config as configuration
+from kvtide.benchmarks.record import BenchRecord
 from kvtide.engines.transformers.attached import Attached
 from tests.engines.models import tiny
 from tests.test_docs import ROOT, code
@@ -185,3 +188,15 @@ def test_what_is_worse_is_told() -> None:
         best = (min if record.better == "lower" else max)([record.ours, *record.peers.values()])
         assert best == record.ours or record.name in told, f"{record.name} is not in TASKS of bench/readme.py"
     assert "times worse**" in COMPARISON.read_text()
+
+
+def test_a_task_measured_without_its_peer_is_left_out(tmp_path: Path) -> None:
+    """As after ``python -m bench --no-peers``."""
+    shutil.copytree(readme.RESULTS, tmp_path / "results")
+    file = tmp_path / "results" / "dram-store-32mib.json"
+    record = msgspec.json.decode(file.read_bytes(), type=BenchRecord)
+    assert record.peers
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(record, peers={})))
+    before, after = (readme.beside_peers(readme.Figures(where)) for where in (readme.RESULTS, tmp_path / "results"))
+    assert len(after.splitlines()) == len(before.splitlines()) - 1
+    assert "store 32 MiB" in before

@@ -474,7 +474,7 @@ def test_a_node_is_told_to_record_on_its_command_line(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         node = subprocess.Popen(command, env=environment, stderr=log, cwd=tmp_path)
     try:
-        eventually(lambda: (tmp_path / "node.sock").exists())
+        eventually(lambda: b" serves at " in (tmp_path / "log").read_bytes())
         with Client(tmp_path / "node.sock") as client, client.session(MODEL) as session:
             ask(session, prompt(1, 2))
         status = [sys.executable, "-m", "kvtide", "status", str(tmp_path / "node.sock"), "--once"]

@@ -56,7 +56,14 @@ class TwoWriters(RuleBasedStateMachine):
         tree: dict[str, Any] = {
             "dram": {"budget": "1MiB", "segment": "1MiB"},
             # They hear of drops when a rule lets them, and not by the way, which no replay would do at the same moment.
-            "files": {"path": str(self.folder), "threads": 2, "codec": self.codec, "lease": "60min"},
+            # Nor does a machine that is starved make the storage one that does not answer.
+            "files": {
+                "path": str(self.folder),
+                "threads": 2,
+                "codec": self.codec,
+                "lease": "60min",
+                "timeout": "10min",
+            },
         }
         return Store(config.read(env={}, **tree), clock=self.clock)
 

@@ -869,7 +869,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_store_against_a_model(quiet_log: None) -> None:
     Machine.seen.clear()
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=120, stateful_step_count=50, derandomize=True, **PROFILE)
+        Machine, settings=settings(max_examples=80, stateful_step_count=50, derandomize=True, **PROFILE)
     )
     for what in (
         "blocks evicted from dram",

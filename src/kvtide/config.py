@@ -381,8 +381,8 @@ class Explain(_Section, frozen=True):
     memory: Annotated[
         int,
         _size(
-            "Memory for records of why blocks left the store or did not get in, 16 bytes each, and half as much again "
-            "for recent requests; 0: nothing is recorded.",
+            "Memory for records of why blocks left the store or did not get in, 16 bytes each; half as much again for "
+            "recent requests, and an eighth for descriptions of models; 0: nothing is recorded.",
             ge=0,
         ),
     ] = 4 * MiB

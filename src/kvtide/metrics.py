@@ -20,6 +20,7 @@ from kvtide.store.statistics import Statistics, TenantStatistics
 if TYPE_CHECKING:
     from kvtide.store.node_statistics import NodeStatistics, PeerServing
     from kvtide.tiers.shared.credits import BudgetStatistics
+    from kvtide.transfer.node_search import ClusterStatistics
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "render"]
 
@@ -65,6 +66,17 @@ def _peer_blocks(_: Statistics, node: NodeStatistics | None) -> _Samples:
         yield ("sent",), peers.blocks_sent
         yield ("missed",), peers.blocks_missed
         yield ("refused",), peers.blocks_refused
+
+
+def _nodes(value: Callable[[ClusterStatistics], float]) -> _Source:
+    """A value of a store that finds other nodes in a directory."""
+    return lambda store, _: [] if store.cluster is None else [((), value(store.cluster))]
+
+
+def _announced(_: Statistics, node: NodeStatistics | None) -> _Samples:
+    if node is not None and (cluster := node.cluster) is not None:
+        yield ("entered",), cluster.announced
+        yield ("removed",), cluster.withdrawn
 
 
 def _tier(field: str) -> _Source:
@@ -375,6 +387,48 @@ METRICS = (
         lambda _, n: [((reason,), count) for reason, count in n.peers.closed.items()] if n and n.peers else [],
         ("reason",),
     ),
+    # the cluster: other nodes that a directory lists
+    Metric(
+        "kvtide_cluster_members",
+        "Other members of the cluster that are known. Only if peers.directory is set, like the next six.",
+        _nodes(lambda c: len(c.members)),
+    ),
+    Metric(
+        "kvtide_cluster_directory_up",
+        "1 if the directory is asked, 0 if it did not answer and is left alone for now.",
+        _nodes(lambda c: not c.away),
+    ),
+    Metric(
+        "kvtide_cluster_lookups_total",
+        "Questions to the directory for the holders of blocks, that were answered.",
+        _nodes(lambda c: c.lookups),
+    ),
+    Metric(
+        "kvtide_cluster_failed_lookups_total",
+        "Questions to the directory that were not answered in time, or refused.",
+        _nodes(lambda c: c.failures),
+    ),
+    Metric(
+        "kvtide_cluster_stale_blocks_total",
+        "Blocks that a member did not have though the directory said so.",
+        _nodes(lambda c: c.stale),
+    ),
+    Metric(
+        "kvtide_cluster_refused_members_total",
+        "Members at whose address another node was found, or the same one after a restart.",
+        _nodes(lambda c: c.refused),
+    ),
+    Metric(
+        "kvtide_cluster_bound_total",
+        "How often a tier for other nodes was bound to a member.",
+        _nodes(lambda c: c.bound),
+    ),
+    Metric(
+        "kvtide_cluster_entries_total",
+        "Blocks of this node that it entered into the directory, and removed from it. Only for a member.",
+        _announced,
+        ("change",),
+    ),
     # tenants with limits of their own
     Metric("kvtide_tenant_blocks", "Blocks of a tenant, by its tag.", _tenant(lambda t: t.blocks), _TENANT),
     Metric("kvtide_tenant_used_bytes", "Bytes used by a tenant's blocks.", _tenant(lambda t: t.bytes_used), _TENANT),
@@ -408,9 +462,18 @@ METRICS = (
     ),
     Metric(
         "kvtide_explain_bytes",
-        "Memory for records of why blocks are absent (without reserved shares), and for recent requests.",
-        lambda s, _: [(("absences",), s.absences.bytes), (("requests",), s.recent.bytes)],
+        "Memory for records of why blocks are absent (without reserved shares), recent requests, and models.",
+        lambda s, _: [
+            (("absences",), s.absences.bytes),
+            (("requests",), s.recent.bytes),
+            (("models",), s.known_models.bytes),
+        ],
         ("records",),
+    ),
+    Metric(
+        "kvtide_explain_records_total",
+        "Records made of why blocks are absent (without reserved shares). Later ones overwrite earlier ones.",
+        lambda s, _: [((), s.absences.records)],
     ),
     # sessions and clients
     Metric(

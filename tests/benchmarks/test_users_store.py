@@ -16,6 +16,7 @@ from kvtide import benchmarks
 from kvtide.benchmarks.disk import Below
 from kvtide.benchmarks.node import running
 from kvtide.benchmarks.settings import MIB, NoPeers, Settings, configured, environment
+from kvtide.errors import KvtideError
 from tests.node.serving import Thread, eventually
 
 FILES = [
@@ -91,6 +92,11 @@ def test_stores_of_large_figures_are_made_beside_it(mine: Mine, tmp_path: Path) 
         assert set(node.statistics().tiers) == {"dram"}
         assert node.statistics().tiers["dram"].budget == 256 * MIB
     assert mine.content() == mine.before
+
+
+def test_a_node_that_cannot_start_is_told_at_once() -> None:
+    with pytest.raises(KvtideError, match="ended with exit status"), running(256 * MIB, KVTIDE_DRAM_POLICY="none"):
+        pass
 
 
 def test_settings_are_those_of_the_benchmark_alone(mine: Mine) -> None:

@@ -15,7 +15,7 @@ from kvtide import cli
 
 PYTHON = re.compile(
     r"Traceback|\[Errno|invalid literal|could not convert|NoneType|Exception|codec can't decode|<class|object of type|"
-    r"positional argument|b'|PosixPath|is not a valid (float|integer)|"
+    r"positional argument|\bb'|PosixPath|is not a valid (float|integer)|"
     r"Input should be|unable to parse|Value error|Error\("
 )
 """Phrases of Python, which tell a user nothing."""
@@ -119,6 +119,63 @@ doctor vllm
 doctor vllm --model folder --tensor-parallel-size -1
 doctor vllm --model folder --disk-speed fast
 doctor vllm --model folder --prefill-tokens-per-second -1
+doctor node missing.sock
+doctor node folder
+doctor node file
+doctor node long-socket
+doctor node missing.sock --record missing
+doctor node missing.sock --disk missing
+doctor node missing.sock --time -1
+doctor node missing.sock --time nonsense
+doctor node missing.sock --prefill-tokens-per-second nonsense
+doctor node https://host:nonsense
+doctor node missing.sock --config missing.toml
+explain
+explain --request last --tokens file
+explain --tokens missing --node missing.sock
+explain --text file --node missing.sock
+explain --tokens file --tokenizer folder
+explain --request last --node missing.sock
+explain --request last --node folder
+explain --request last --node file
+explain --request last --node long-socket
+explain --request last --node https://host:9410
+explain --tokens file --secret missing --node missing.sock
+explain --tokens file --prefill-tokens-per-second -1
+explain --tokens file --prefill-tokens-per-second nonsense
+plan
+plan nonsense
+plan folder
+plan file
+plan binary
+plan llama-3.1-8b --gpu nonsense
+plan llama-3.1-8b --gpus -1
+plan llama-3.1-8b --gpus many
+plan llama-3.1-8b --context -1
+plan llama-3.1-8b --context nonsense
+plan llama-3.1-8b --users -1
+plan llama-3.1-8b --hit-rate 2
+plan llama-3.1-8b --hit-rate nonsense
+plan llama-3.1-8b --target -1
+plan llama-3.1-8b --target soon
+plan llama-3.1-8b --at-once 0
+plan llama-3.1-8b --dram -1
+plan llama-3.1-8b --nvme nonsense
+plan llama-3.1-8b --nvme-speed fast
+plan llama-3.1-8b --bus nonsense
+plan llama-3.1-8b --network nonsense
+plan llama-3.1-8b --drives 0
+plan llama-3.1-8b --matmul 0
+plan llama-3.1-8b --attention -1
+plan llama-3.1-8b --gpu-price -1
+plan llama-3.1-8b --prefill-cost nonsense
+plan llama-3.1-8b --prefill-tokens-per-second 0
+plan llama-3.1-8b --block-tokens 0
+plan llama-3.1-8b --measure --disk missing
+plan llama-3.1-8b --trace missing --hit-rate 0.5
+plan llama-3.1-8b --trace trace.jsonl
+plan llama-3.1-8b --plot folder
+plan llama-3.1-8b --kv-cache-dtype nonsense
 replay missing
 replay folder
 replay file

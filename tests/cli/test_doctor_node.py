@@ -102,7 +102,7 @@ def test_the_same_as_json(recording: Process) -> None:
     assert advice["prefill"] == {"per_token": 0.001, "per_token_context": 0.0}
     assert 0 < advice["hit_rate"] < advice["unlimited"] < 1
     assert advice["changes"] == []
-    assert "dram.budget" in advice["not_tried"]
+    assert "dram.budget = 2 MiB" in advice["not_tried"]
 
 
 def test_a_node_that_records_nothing_says_how_to(silent: Process) -> None:

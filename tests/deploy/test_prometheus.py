@@ -73,11 +73,21 @@ def test_the_rules_name_metrics_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Container]:
-    """A node with a disk, to which something was stored, and from which something was loaded."""
+    """A node with a disk, to which something was stored, and from which something was loaded, and something was not;
+    other nodes may read from it."""
     with container() as made:
+        secret = Path(made.here("/etc/kvtide/peers"))
+        secret.write_text("0" * 64)
+        secret.chmod(0o600)
         made.start(
             ["kvtide", "node", "--socket", "/run/kvtide/kvtide.sock", "--http", "127.0.0.1:9410"],
-            {"KVTIDE_DRAM_BUDGET": "16MiB", "KVTIDE_NVME_PATH": "/var/lib/kvtide/tier", "KVTIDE_NVME_BUDGET": "64MiB"},
+            {
+                "KVTIDE_DRAM_BUDGET": "16MiB",
+                "KVTIDE_NVME_PATH": "/var/lib/kvtide/tier",
+                "KVTIDE_NVME_BUDGET": "64MiB",
+                "KVTIDE_PEERS_LISTEN": "127.0.0.1:0",
+                "KVTIDE_PEERS_TOKEN_FILE": "/etc/kvtide/peers",
+            },
         )
         layout = kvtide.Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=16)
         with kvtide.connect(f"unix:{made.socket}") as client, client.session(kvtide.Model(layout, "w")) as session:
@@ -85,6 +95,8 @@ def node() -> Iterator[Container]:
             session.store(tokens, [bytes(layout.geometry["full"].nbytes)])
             with session.match(tokens) as match:
                 assert match.tokens == 16
+            with session.match(tokens + 1, request="missed") as match:
+                assert match.tokens == 0
         yield made
         made.stop()
 
@@ -153,7 +165,12 @@ def test_a_prometheus_evaluates_each_query_of_rules_and_dashboard(node: Containe
             answer = prometheus.get("query", query=query)
             assert answer["status"] == "success", f"{query}: {answer}"
             assert "warnings" not in answer, f"{query}: {answer}"
-        for query in ("kvtide_tier_used_bytes / kvtide_tier_budget_bytes", "kvtide_node_clients"):
+        answered = [
+            "kvtide_tier_used_bytes / kvtide_tier_budget_bytes",
+            "kvtide_node_clients",
+            "kvtide_peer_blocks_total",
+        ]
+        for query in answered:
             assert prometheus.get("query", query=query)["data"]["result"], query
         eventually(lambda: all(rule["health"] == "ok" for rule in evaluated(prometheus)))
         assert len(evaluated(prometheus)) == len(rules())

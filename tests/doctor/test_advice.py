@@ -135,6 +135,24 @@ def test_when_the_time_is_up_it_says_what_was_not_tried(tmp_path: Path) -> None:
     assert "for lack of time" in texts(advice)
 
 
+def test_one_of_each_kind_is_tried_before_a_second_one_of_any(tmp_path: Path) -> None:
+    advice = Recorded(settings(), users(30, 300), tmp_path / "trace.jsonl").advice()
+    kinds = [change.kind for change in advice.tried]
+    several = set(kinds)
+    assert len(several) >= 3
+    assert set(kinds[: len(several)]) == several
+    assert len(kinds) > len(several)
+
+
+def test_that_shared_storage_is_not_tried_is_said(tmp_path: Path) -> None:
+    given = settings(files={"path": str(tmp_path / "shared")})
+    run = Recorded(given, users(30, 250), tmp_path / "trace.jsonl")
+    said = texts(run.advice())
+    assert "shared storage is not tried: no change of files.budget or files.store" in said
+    assert "is not in this node's recording" in said
+    assert "shared storage" not in texts(Recorded(settings(), users(30, 250), tmp_path / "other.jsonl").advice())
+
+
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path, name: str) -> None:
     """As it is seen while a node writes it."""

@@ -73,7 +73,7 @@ def everybody_gets_on(node: Process, crowd: Crowd) -> None:
 
 
 def test_eight_clients_and_a_hostile_client(tmp_path: Path) -> None:
-    traffic(tmp_path, 5, times=1)
+    traffic(tmp_path, 3, times=1)
 
 
 @pytest.mark.long

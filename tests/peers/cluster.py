@@ -42,7 +42,7 @@ class Part:
         """End without leaving: the lease stays until it ends."""
         self.node._announcer.close()
         membership = self.node._membership
-        membership._directory = _Silent()
+        membership._directory = _Silent()  # type: ignore[assignment]
         membership.close()
         self.server.close()
 

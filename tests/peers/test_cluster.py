@@ -1,4 +1,4 @@
-"""Nodes that find each other and their blocks through a directory: whatever dies, restarts or lies, it is misses only."""
+"""Nodes that find each other and their blocks through a directory: what dies, restarts or lies is misses only."""
 
 from __future__ import annotations
 
@@ -259,6 +259,47 @@ def test_positions_go_from_one_member_to_another(cluster: Cluster) -> None:
         assert all(member.bytes_per_second > 0 and member.round_trip > 0 for member in about.members)
     assert {name for name in reader.statistics().tiers if name.startswith("peer")} == {"peer 1", "peer 2"}
     assert held(reader) == 0
+
+
+@pytest.mark.parametrize("fast", [0, 1])
+def test_of_two_members_with_a_block_the_faster_one_is_read_from(cluster: Cluster, fast: int) -> None:
+    for part in (cluster.part(), cluster.part()):
+        keep(part, prompt(1), prompt(2))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1)) and len([m for m in seen(reader).members if m.tier]) == 2)
+        lanes = [cold.lane for cold in reader.main.colds if cold.name in ("peer 1", "peer 2")]
+        for number, lane in enumerate(lanes):
+            for _ in range(50):
+                lane.read_speed.measured(1 << 30 if number == fast else 1 << 10, 1.0)
+        before = dict(reader.statistics().counts)
+        assert found(session, prompt(2))
+        after = reader.statistics().counts
+        read = [
+            after.get(f"blocks read from peer {n}", 0) - before.get(f"blocks read from peer {n}", 0) for n in (1, 2)
+        ]
+        assert read == ([1, 0] if fast == 0 else [0, 1])
+
+
+def test_what_a_member_holds_is_written_to_the_own_disk_when_it_is_asked_for_twice(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    part = cluster.part()
+    keep(part, prompt(*range(8)))
+    disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "8MiB", "store": "through"}
+    reader = cluster.reader(nvme=disk)
+
+    def written() -> int:
+        assert reader.flush(30).complete
+        return reader.statistics().tiers["nvme"].blocks
+
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(*range(8))))
+        assert written() == 0
+        session.store(prompt(*range(9)), data(PLAIN, prompt(*range(9))))
+        assert written() == 1, "what was computed here"
+        assert length(session, prompt(*range(8), 70)) == 8 * SIZE, "another request with the same beginning"
+        until(lambda: written() == 9)
 
 
 def test_a_store_without_other_members_has_no_line_and_no_threads_for_them(cluster: Cluster) -> None:

@@ -24,7 +24,7 @@ from kvtide.tiers.peers.directory import BlockDirectory, marks_of, open_director
 from kvtide.tiers.peers.directory_scripts import PARTITIONS
 from kvtide.tiers.shared.resp import ValkeyConnection, command
 from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, slot_of
-from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
+from kvtide.tiers.shared.valkey_scripts import HashLookup, Script, ScriptCall, ScriptRunner, ValkeyScripts
 
 TIME = 30.0
 
@@ -52,7 +52,7 @@ def let_time_pass(url: str, seconds: float) -> None:
 class TestSimulated(DirectoryContract):
     @pytest.fixture(autouse=True)
     def simulated(self) -> None:
-        self.clock = FakeClock()
+        self.clock = FakeClock(1_800_000_000.0)  # later than the time from which epochs count
         self.valkey = SimulatedValkey(self.clock)
 
     def runner(self) -> ScriptRunner:
@@ -184,6 +184,23 @@ def test_an_epoch_is_never_given_again(valkey: ValkeyServer) -> None:
     directory.close()
 
 
+def test_an_epoch_that_a_partition_knows_is_not_taken(valkey: ValkeyServer) -> None:
+    """The clock of a server that lost its data was set back: the epochs that it gave come again."""
+    directory = open_directory(valkey.url, cluster="clock", timeout=TIME)
+    before = directory.join(b"a" * 16, "a:1", TIME)
+    keys = some_keys(20)
+    assert directory.publish(before, keys, [])
+    say(valkey, b"DEL", *[b"kvtide:clock:{members}:%b" % part for part in (b"leases", b"members", b"state")])
+    ahead = before.epoch + 1_000_000_000
+    say(valkey, b"HSET", b"kvtide:clock:{members}:state", b"epoch", b"%d" % (ahead - 1))
+    rosters = say(valkey, b"KEYS", b"kvtide:clock:*:roster")
+    say(valkey, b"HSET", rosters[5], b"%d" % ahead, b"7")
+    after = directory.join(b"b" * 16, "b:1", TIME)
+    assert after.epoch > ahead
+    assert directory.holders(keys) == [()] * 20
+    directory.close()
+
+
 def test_a_directory_whose_server_hangs(tmp_path: Path) -> None:
     with ValkeyServer(tmp_path) as server:
         directory = open_directory(server.url, timeout=0.2)
@@ -193,7 +210,21 @@ def test_a_directory_whose_server_hangs(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             directory.join(b"a" * 16, "a:1", TIME)
         server.resume()
-        assert open_directory(server.url, timeout=TIME).holders(some_keys(10)) == [()] * 10
+        patient = open_directory(server.url, timeout=TIME)
+        assert patient.holders(some_keys(10)) == [()] * 10
+        patient.close()
+        directory.close()
+
+
+def test_bytes_are_estimated(tmp_path: Path) -> None:
+    with ValkeyServer(tmp_path) as server:
+        directory = open_directory(server.url, timeout=TIME)
+        member, keys = directory.join(b"a" * 16, "a:1", TIME), some_keys(60_000)
+        before = int(say(server, b"INFO", b"memory").split(b"used_memory:")[1].split()[0])
+        for start in range(0, len(keys), 4096):
+            assert directory.publish(member, keys[start : start + 4096], [])
+        used = int(say(server, b"INFO", b"memory").split(b"used_memory:")[1].split()[0]) - before
+        assert 0.5 < directory.counts().nbytes / used < 2
         directory.close()
 
 
@@ -311,7 +342,7 @@ def test_slots_are_those_of_valkey(cluster: list[ValkeyServer]) -> None:
 
 
 def test_all_scripts_are_simulated() -> None:
-    found = [one for one in vars(directory_scripts).values() if isinstance(one, Script)]
-    assert len(found) == 11
+    found = [one for one in vars(directory_scripts).values() if isinstance(one, Script | HashLookup)]
+    assert len(found) == 12
     for script in found:
         assert hasattr(SimulatedValkey, f"_{script.name}"), script.name

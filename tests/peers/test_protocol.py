@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from kvtide.block import DIGEST, Geometry
 from kvtide.tiers.base import Identity
 from kvtide.tiers.peers import protocol as p
-from kvtide.tiers.peers.protocol import Hello, LocatedBlocks, PeerViolation, Presence, RequestCredit, Violation, Welcome
+from kvtide.tiers.peers.protocol import (
+    MOST_CREDIT,
+    Hello,
+    LocatedBlocks,
+    PeerViolation,
+    Presence,
+    RequestCredit,
+    Violation,
+    Welcome,
+)
 from kvtide.tiers.peers.trust import proof
 
 WHO = Identity(bytes(range(32)), bytes(range(16)), bytes(range(16, 32)), b"full", 256, Geometry(64, 32768), 2)
@@ -80,7 +89,7 @@ def test_what_is_packed_is_parsed() -> None:
 
 def test_more_credit_than_is_known_here_is_not_used() -> None:
     much = Welcome(1, 0, bytes(32), bytes(16), RequestCredit(1 << 30, 1 << 30, 1 << 60))
-    assert Welcome.parse(much.pack()).credit == RequestCredit()
+    assert Welcome.parse(much.pack()).credit == MOST_CREDIT
 
 
 @pytest.mark.parametrize("credit", [RequestCredit(0, 1, 1), RequestCredit(1, 0, 1), RequestCredit(1, 1, 0)])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from kvtide import Layout, Model, Session, Store
-from kvtide.block import Group, Kind
+from kvtide.block import BlockKey, Group, Kind
 from kvtide.index.index import ABSENT, DRAM, SEALED
 from kvtide.peers.server import PeerServer
+from kvtide.store.outgoing import Contents, OutgoingAnswer, OutgoingBlocks
 from kvtide.testing.blocks import content, identity
 from kvtide.testing.interface import OTHER_TENANT, SIZE, until
 from kvtide.tiers.base import Identity
@@ -165,6 +168,73 @@ def test_dropped_blocks_are_not_sent_on(stores: Stores, tmp_path: Path, where: s
         with pytest.raises(OSError, match=r"closed|reset"):
             received(asker, part[1] + part[2])
     until(lambda: server.statistics().connections == 0)
+
+
+def test_what_the_kernel_has_not_sent_is_not_sent_after_a_drop(stores: Stores, tmp_path: Path) -> None:
+    store, server = serving(stores, tmp_path)
+    with store.session(MODEL) as session, ExitStack() as stack:
+        digest = bytes(session.chain(TOKENS).digests[0])
+        place(store, session, "dram", digest)
+        asker = connected(store, server, stack)
+        asker._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # type: ignore[attr-defined]
+        ask(asker, [digest])
+        assert answered(asker)[0][0] == Presence.HIT
+        assert session.drop(TOKENS) == 1
+        got = 0
+        with suppress(ConnectionError):
+            while got < FULL.nbytes:
+                received(asker, 4096)
+                got += 4096
+        assert got < 1 << 19, "the sender's kernel had some MiB more"
+
+
+def test_a_header_that_is_remembered_is_that_of_the_block(stores: Stores, tmp_path: Path) -> None:
+    """Two blocks take turns in one slot, and readers get what is there: a header of the other would be a miss."""
+    store, server = serving(stores, tmp_path)
+    sources = {tokens: content(bytes([tokens]), FULL.nbytes) for tokens in (1, 2)}
+    with store.session(MODEL) as session:
+        for _ in range(3):
+            for tokens, source in sources.items():
+                session.store([tokens] * 256, [source])
+                assert store.flush(30)
+                for _ in range(2):
+                    with stores.store(server.address, dram={"budget": "48MiB", "segment": "16MiB"}) as reader:
+                        with reader.session(MODEL) as other, other.match([tokens] * 256, wait=30) as match:
+                            assert match.tokens == 256
+                            assert other.load(match).wait(30).tokens == 256
+                        reasons = reader.statistics().tiers[f"peer {server.address}"].reasons
+                        assert not reasons
+    assert server.statistics().blocks_sent == 12
+
+
+def test_headers_are_remembered_until_their_blocks_change_or_are_dropped() -> None:
+    outgoing = OutgoingBlocks()
+    keys = [BlockKey(bytes([n]) * 32) for n in range(3)]
+    answer = OutgoingAnswer(b"t" * 16, keys, lambda: None)
+    contents = Contents(7, 1, math.inf, 0)
+    assert outgoing.begin(answer)
+    for key in keys:
+        outgoing.remember(answer, key, contents, b"header of " + key)
+    assert bytes(outgoing.header(keys[0], contents) or b"") == b"header of " + keys[0]
+    for other in (Contents(8, 1, math.inf, 0), Contents(7, 2, math.inf, 0), Contents(7, 1, 5.0, 0)):
+        assert outgoing.header(keys[0], other) is None
+    outgoing.interrupt([keys[0]])
+    assert [outgoing.header(key, contents) is None for key in keys] == [True, False, False]
+    outgoing.remember(answer, keys[0], contents, b"a header of a block that was dropped meanwhile")
+    assert outgoing.header(keys[0], contents) is None
+    outgoing.end(answer)
+    with outgoing.forgetting(b"t" * 16):
+        assert outgoing.header(keys[1], contents) is None
+
+
+def test_headers_that_are_remembered_are_bounded() -> None:
+    outgoing = OutgoingBlocks()
+    contents = Contents(7, 1, math.inf, 0)
+    keys = [BlockKey(n.to_bytes(32, "big")) for n in range(40)]
+    answer = OutgoingAnswer(b"t" * 16, keys, lambda: None)
+    for key in [*keys, keys[-1]]:
+        outgoing.remember(answer, key, contents, bytes(1 << 20))
+    assert [outgoing.header(key, contents) is not None for key in keys] == [False] * 24 + [True] * 16
 
 
 def test_a_tenant_that_is_being_forgotten_has_no_blocks_for_others(stores: Stores, tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from kvtide import Layout, Model, Session, Store
-from kvtide.block import Group, Kind
+from kvtide.block import BlockKey, Group, Kind
 from kvtide.counts import TierCount
 from kvtide.errors import ConfigError
+from kvtide.peers import server as server_module
 from kvtide.peers.server import PeerServer
-from kvtide.testing.blocks import content, identity
+from kvtide.testing.blocks import aligned, content, identity
+from kvtide.testing.caller import CallerAnswer
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.interface import (
     HYBRID,
@@ -36,9 +38,12 @@ from kvtide.testing.interface import (
 )
 from kvtide.testing.keys import WRAPPING, ring_in
 from kvtide.testing.servers import free_ports
+from kvtide.tiers.base import Read, ReadResult
 from kvtide.tiers.format.reason import Reason
+from kvtide.tiers.peers import link
 from kvtide.tiers.peers.greeting import ask_in
 from kvtide.tiers.peers.protocol import ALL, IDENTITY, ITEM, REQUEST, Operation, pack_identity
+from kvtide.tiers.peers.tier import PeerTier
 from kvtide.tiers.peers.trust import PeerTrust
 from tests.node.certificates import Authority
 from tests.peers.nodes import Stores, black_hole, silent
@@ -546,6 +551,50 @@ def test_a_slow_node_is_slow_and_right(stores: Stores) -> None:
     with one.session(MODEL) as first, two.session(MODEL) as second:
         keep(first, prompt(1, 2, 3))
         assert length(second, prompt(1, 2, 3)) == 3 * SIZE
+
+
+def test_a_block_may_take_longer_than_the_timeout_while_it_arrives(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that sends on is waited for, however large the block; one that stops costs the timeout."""
+    for part in (link, server_module):
+        monkeypatch.setattr(part, "SLOWEST", 1 << 20)
+    large = Layout((Group("full", Kind.FULL, 16, 8, 128, "float32", page=SIZE),), block_tokens=256)  # 32 MiB
+    model, tokens = Model(large, "given:large"), [7] * 256
+    memory = {"budget": "80MiB", "segment": "16MiB"}
+    one, server = stores.serving(dram=memory, peers={"timeout": 1.0})
+    proxy = stores.proxy(server)
+    proxy.slow(1 << 20, 0.05)
+    two = stores.store(proxy.address, dram=memory, peers={"timeout": 1.0})
+    with one.session(model) as first, two.session(model) as second:
+        first.store(tokens, [content(b"x", large.geometry["full"].nbytes)])
+        with second.match(tokens, wait=30) as match:
+            assert match.tokens == 256
+            began = time.monotonic()
+            assert second.load(match).wait(120).tokens == 256
+            assert time.monotonic() - began > 1.0, "else it was no test"
+
+
+def test_blocks_that_arrived_before_a_connection_ended_count(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, server = stores.serving()
+    proxy = stores.proxy(server)
+    trust = PeerTrust(one.config.peers, one.config.security)
+    geometry = PLAIN.geometry["full"]
+    with one.session(MODEL) as first:
+        tokens = prompt(*range(8))
+        keep(first, tokens)
+        who = identity(PLAIN, weights="given:contract")
+        keys = [BlockKey(bytes(digest) + who.group) for digest in first.chain(tokens).digests]
+        memory = aligned(8 * geometry.footprint)
+        spans = [memory[i : i + geometry.footprint] for i in range(0, len(memory), geometry.footprint)]
+        with closing(PeerTier(proxy.address, trust, connections=1, timeout=5.0)) as tier:
+            answer: CallerAnswer[ReadResult] = CallerAnswer(8)
+            monkeypatch.setattr(link, "_PIECE", geometry.footprint)
+            proxy.harm(112 + 16 + 8 * 16 + 5 * (4096 + geometry.footprint) + 100, "cut")
+            tier.read([Read(key, who, 0, span) for key, span in zip(keys, spans, strict=True)], answer)
+            results = answer.wait()
+    assert results[:4] == [True] * 4
+    assert True not in results[5:]
 
 
 def test_a_hung_node_costs_one_deadline(stores: Stores) -> None:

@@ -13,12 +13,12 @@ from kvtide import config as configuration
 from kvtide.errors import ConfigError
 from kvtide.peers.server import PeerServer
 from kvtide.store.store import Store
-from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt, until
+from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, length, prompt, until
 from kvtide.testing.keys import WRAPPING, ring_in
 from kvtide.tiers.peers.greeting import ask_in
 from kvtide.tiers.peers.protocol import PeerViolation, Violation
 from kvtide.tiers.peers.tcp import Tcp
-from kvtide.tiers.peers.trust import PeerTrust
+from kvtide.tiers.peers.trust import PeerTrust, addresses_of
 from tests.node.certificates import Authority
 from tests.peers.nodes import Stores, token
 
@@ -115,6 +115,14 @@ def test_an_address_that_is_taken(stores: Stores) -> None:
         store = stores.store(peers={"listen": f"127.0.0.1:{taken.getsockname()[1]}"})
         with pytest.raises(ConfigError, match="cannot serve other nodes"):
             PeerServer(store)
+
+
+def test_more_addresses_than_a_node_may_ask(stores: Stores) -> None:
+    addresses = [f"10.0.0.{n}:9411" for n in range(17)]
+    with pytest.raises(ConfigError, match=r"peers\.addresses names 17 nodes, and a node asks at most 16"):
+        stores.store(*addresses)
+    settings = configuration.read(None, env={}, peers={"addresses": " ".join([*addresses[:16], addresses[0]])})
+    assert addresses_of(settings.peers) == addresses[:16], "one that is named twice counts once"
 
 
 def test_encrypted_blocks_travel_over_tls_only(stores: Stores, tmp_path: Path) -> None:
@@ -259,6 +267,31 @@ def test_encrypted_tenants_over_tls(stores: Stores, tmp_path: Path) -> None:
         assert length(second, tokens) == len(tokens)
         assert length(third, tokens) == 0, "over plain TCP nothing is said"
     until(lambda: list(server.statistics().closed) == [Violation.CERTIFICATE.value])
+
+
+@pytest.mark.parametrize("who", ["reader", "server"])
+@pytest.mark.parametrize("keys", ["of each node", "of both"])
+def test_a_tenant_that_was_forgotten_is_read_again(stores: Stores, tmp_path: Path, who: str, keys: str) -> None:
+    """Where another process destroyed its keys, a node refuses the tenant only until it has dropped its blocks."""
+    settings = certified(tmp_path, "host7", "host8")
+    folders = [tmp_path / name for name in ("a", "b" if keys == "of each node" else "a")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        ring_in(folder).close()
+    one, server = stores.serving(peers=settings["host7"], security=encrypted(folders[0]))
+    two = stores.store(server.address, peers=settings["host8"], security=encrypted(folders[1]))
+    with one.session(MODEL, tenant=OTHER_TENANT) as first, two.session(MODEL, tenant=OTHER_TENANT) as second:
+        first.store(prompt(1), data(PLAIN, prompt(1)))
+        assert length(second, prompt(1)) == SIZE
+        assert (one if who == "server" else two).forget(OTHER_TENANT.tag).blocks
+        turns = iter(range(2, 1000))
+
+        def read() -> bool:
+            new = prompt(next(turns))  # a block that was not found is not asked for again at once
+            first.store(new, data(PLAIN, new))
+            return length(second, new) == SIZE
+
+        until(read)
 
 
 def test_certificates_and_a_secret(stores: Stores, tmp_path: Path) -> None:

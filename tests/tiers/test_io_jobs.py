@@ -11,6 +11,7 @@ import pytest
 from kvtide.clock import SystemClock
 from kvtide.testing.caller import CallerAnswer
 from kvtide.testing.interface import until
+from kvtide.tiers.shared import io_jobs
 from kvtide.tiers.shared.io_jobs import Batch, Jobs, Trickle
 
 TIMEOUT = 0.2
@@ -63,6 +64,30 @@ def test_a_job_that_hangs_with_memory_is_late_and_answered_when_it_ends(jobs: Jo
     hanging.go.set()
     assert answer.wait() == [True]
     answer.check()
+
+
+def test_a_batch_may_take_longer_than_others(jobs: Jobs[int], refused: list[tuple[str, int]]) -> None:
+    """It fails neither while it runs, nor while it waits behind others that take as long."""
+    slow, answers = Hanging(), [CallerAnswer[bool](2) for _ in range(2)]
+    for answer in answers:
+        jobs.submit(Batch("read", [1, 2], slow, False, answer, longer=600.0), 1)
+    other = CallerAnswer[bool](1)
+    jobs.submit(Batch("find", [1], slow, False, other))
+    assert other.wait() == [False]
+    slow.go.set()
+    assert [answer.wait() for answer in answers] == [[True, True]] * 2
+    assert refused == [("find", 1)]
+
+
+def test_the_watcher_notices_a_late_job_after_a_quiet_time(
+    jobs: Jobs[int], refused: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_jobs, "_QUIET", 1)
+    until(lambda: jobs._idle)
+    hanging, answer = Hanging(), CallerAnswer[bool](1)
+    jobs.submit(Batch("find", [1], hanging, False, answer))
+    assert answer.wait() == [False]
+    hanging.go.set()
 
 
 def test_when_one_of_a_batch_hangs_all_of_it_is_late(jobs: Jobs[int]) -> None:

@@ -56,7 +56,7 @@ def encryption(settings: Settings) -> Iterator[BenchRecord]:
                 [s.speed for s in ours],
                 better="higher",
                 limit=[s.speed for s in raw],
-                against="the same blocks in the open",
+                against="the same blocks unencrypted",
                 reference=[s.speed for s in plain],
                 bar=_BAR if task == "load" and slow else None,
                 command=settings.command,
@@ -68,7 +68,7 @@ def encryption(settings: Settings) -> Iterator[BenchRecord]:
                 [s.cpu_per_gb for s in ours],
                 better="lower",
                 limit=[s.cpu_per_gb for s in raw],
-                against="the same blocks in the open",
+                against="the same blocks unencrypted",
                 reference=[s.cpu_per_gb for s in plain],
                 command=settings.command,
             )

@@ -26,11 +26,14 @@ from kvtide.benchmarks.record import BenchRecord, Contestant, Sample, compare, f
 from kvtide.benchmarks.settings import MIB, SMALL, TOKENS, Settings, environment
 from kvtide.block import BLOCK_TOKENS
 from kvtide.config import Dram
+from kvtide.errors import KvtideError
 
 __all__ = ["node", "running"]
 
 _STEP = 64
 """Blocks in the message of a step."""
+_STARTING = 60
+"""Seconds that a node may take to start."""
 _PROMPTS = 8
 """Prompts that a client requests in turn."""
 
@@ -48,8 +51,7 @@ def running(budget: int, **settings: str) -> Iterator[tuple[Path, int]]:
             command = [sys.executable, "-m", "kvtide", "node", "--socket", str(path)]
             process = subprocess.Popen(command, env=environment(**variables), cwd=folder)
             try:
-                ready.settimeout(60)
-                ready.recv(100)
+                _await_ready(ready, process)
                 with kvtide.connect(f"unix:{path}") as store:
                     while (dram := store.statistics().tiers["dram"]).budget - dram.bytes_taken >= Dram().segment:
                         time.sleep(0.05)
@@ -57,6 +59,25 @@ def running(budget: int, **settings: str) -> Iterator[tuple[Path, int]]:
             finally:
                 process.terminate()
                 process.wait()
+
+
+def _await_ready(ready: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Wait for a node's message that it accepts clients. Raises KvtideError if it ends before, or says nothing."""
+    ready.settimeout(0.2)
+    end = time.monotonic() + _STARTING
+    while True:
+        try:
+            ready.recv(100)
+        except TimeoutError:
+            if process.poll() is not None:
+                raise KvtideError(
+                    f"the node to be measured ended with exit status {process.returncode} before it was ready: its "
+                    "messages are above"
+                ) from None
+            if time.monotonic() > end:
+                raise KvtideError(f"the node to be measured was not ready after {_STARTING} s") from None
+        else:
+            return
 
 
 def _cpu(pid: int) -> float:

@@ -11,6 +11,7 @@ import resource
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import cleandoc
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -56,6 +57,7 @@ class _Commands(TyperGroup):
             return None
         command = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
         command.name = cmd_name  # a command with subcommands has no name of its own, and help would omit it
+        _join_lines(command)
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -83,6 +85,16 @@ class _Commands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+def _join_lines(command: Any) -> None:
+    """Make each paragraph of a command's help one line, to be broken at the terminal's width. Otherwise the help would
+    have the line breaks of the source too. Examples, which are indented, stay as they are."""
+    paragraphs = cleandoc(command.help or "").split("\n\n")
+    whole = [text if text.startswith(" ") else text.replace("\n", " ") for text in paragraphs]
+    command.help = "\n\n".join(whole)
+    for subcommand in getattr(command, "commands", {}).values():
+        _join_lines(subcommand)
 
 
 def _suggest_option(error: Any) -> None:

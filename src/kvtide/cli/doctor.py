@@ -23,11 +23,23 @@ _Record = Annotated[
     typer.Option(metavar="FILE", help="A recording of the node. Without it: the one that the node writes now."),
 ]
 _Time = Annotated[
-    float, typer.Option("--time", metavar="TIME", parser=seconds, help="How long to replay recorded requests, about.")
+    float,
+    typer.Option(
+        "--time",
+        metavar="TIME",
+        parser=seconds,
+        show_default="2min",
+        help="How long the replays of recorded requests may take together, about.",
+    ),
 ]
 _Prefill = Annotated[
     float | None,
-    typer.Option("--prefill-tokens-per-second", metavar="N", parser=number(1), help="How fast the engine computes."),
+    typer.Option(
+        "--prefill-tokens-per-second",
+        metavar="N",
+        parser=number(1),
+        help="How fast the engine computes prompts. Without it: as engines have told the node.",
+    ),
 ]
 
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -66,7 +78,7 @@ def vllm(
         ),
     ] = None,
     record: _Record = None,
-    time: _Time = 120.0,
+    time: _Time = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Check vLLM with kvtide: version, flags, memory, disk, node, namespaces, and the expected gain.
@@ -131,7 +143,7 @@ def node(
         Path | None, typer.Option(metavar="FOLDER", help="On the disk for a tier that the node does not have yet.")
     ] = None,
     prefill: _Prefill = None,
-    time: _Time = 120.0,
+    time: _Time = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     file: ConfigFile = None,
 ) -> None:

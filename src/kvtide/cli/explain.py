@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtide.cli._options import number
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,7 +36,13 @@ def explain(
         str, typer.Option(metavar="WORDS", help="Words of the model's identity, if the node knows several.")
     ] = "",
     prefill: Annotated[
-        float | None, typer.Option(metavar="TOKENS", help="The engine's speed in tokens a second, for the estimates.")
+        float | None,
+        typer.Option(
+            "--prefill-tokens-per-second",
+            metavar="N",
+            parser=number(1),
+            help="How fast the engine computes prompts, for the estimates.",
+        ),
     ] = None,
     secret: Annotated[
         Path | None,

@@ -50,7 +50,10 @@ def node(
     stop_seconds: Annotated[
         float,
         typer.Option(
-            metavar="TIME", parser=seconds, help="How long a stop may take to write the blocks that are worth keeping."
+            metavar="TIME",
+            parser=seconds,
+            show_default="30s",
+            help="How long a stop may take to write the blocks that are worth keeping.",
         ),
     ] = 30.0,
     idle_seconds: Annotated[

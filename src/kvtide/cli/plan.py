@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtide.cli._options import number, whole
 from kvtide.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,12 +35,17 @@ def plan(
     ctx: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="A name in the table (--models), a config.json, its folder, or a name in the hub's cache."),
+        typer.Argument(
+            help="A name in the table (--models), a config.json, its folder, or a name in the Hugging Face cache."
+        ),
     ] = "",
     models: Annotated[bool, typer.Option("--models", help="List the models and the hardware in the table.")] = False,
     gpu: Annotated[str, typer.Option(help="A GPU in the table (--models).")] = "h200",
     gpus: Annotated[
-        int | None, typer.Option(help="GPUs with tensor parallelism. Without it: enough for the weights.")
+        int | None,
+        typer.Option(
+            metavar="N", parser=whole(1, 1024), help="GPUs with tensor parallelism. Without it: enough for the weights."
+        ),
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="As vLLM is given it: auto, bfloat16, fp8.")] = "auto",
     context: Annotated[str, typer.Option(help="Lengths of prompts in tokens; k means 1,024.")] = "8k,32k,128k",
@@ -48,35 +54,70 @@ def plan(
     dram_speed: Annotated[str, typer.Option(help="A name, or bytes a second.")] = "ddr5-12",
     nvme: Annotated[str, typer.Option(help="Disk space for KV.")] = "4TB",
     nvme_speed: Annotated[str, typer.Option(help="Of one drive: a name, or bytes a second.")] = "nvme-gen4",
-    drives: Annotated[int, typer.Option(help="NVMe drives that are read in parallel.")] = 1,
+    drives: Annotated[
+        int, typer.Option(metavar="N", parser=whole(1, 1024), help="NVMe drives that are read in parallel.")
+    ] = 1,
     network: Annotated[str, typer.Option(help="Link to shared storage: a name, or bytes a second; none.")] = "100gbe",
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure memory and disk of this host for a moment, instead of the table.")
     ] = False,
-    disk: Annotated[Path | None, typer.Option(help="With --measure: a folder on the disk. Default: temporary.")] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="With --measure: a folder on the disk to measure. Default: the temporary folder."),
+    ] = None,
     prefill: Annotated[
-        float | None, typer.Option("--prefill-tokens-per-second", help="Measured speed of computing prompts.")
+        float | None,
+        typer.Option(
+            "--prefill-tokens-per-second",
+            metavar="N",
+            parser=number(1, 1e12),
+            help="Measured speed of computing prompts.",
+        ),
     ] = None,
     prefill_cost: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Measured: seconds a token, and a token and token before it.")
+        str | None,
+        typer.Option(metavar="A,B", help="Measured: seconds for a token, and for a token and each token before it."),
     ] = None,
-    matmul: Annotated[float, typer.Option(help="Part of the GPU's FLOP/s that matrix products reach.")] = 0.5,
-    attention: Annotated[float, typer.Option(help="The same for attention.")] = 0.55,
-    users: Annotated[int | None, typer.Option(help="Contexts of the longest length that should be kept.")] = None,
+    matmul: Annotated[
+        float, typer.Option(metavar="X", parser=number(0), help="Share of the GPU's FLOP/s that matrix products reach.")
+    ] = 0.5,
+    attention: Annotated[float, typer.Option(metavar="X", parser=number(0), help="The same for attention.")] = 0.55,
+    users: Annotated[
+        int | None,
+        typer.Option(metavar="N", parser=whole(1), help="Contexts of the longest length that should be kept."),
+    ] = None,
     hit_rate: Annotated[
-        float | None, typer.Option(help="Part of the prompts' tokens seen before; with --trace the wanted one.")
+        float | None,
+        typer.Option(
+            metavar="X",
+            parser=number(0),
+            help="Share of the prompts' tokens that were seen before, from 0 to 1; with --trace the wanted one.",
+        ),
     ] = None,
     target: Annotated[str | None, typer.Option(help="Longest time to the first token: 300ms, 2s.")] = None,
-    at_once: Annotated[int, typer.Option(help="Prompts that arrive together, for --target.")] = 1,
-    requests_per_hour: Annotated[float | None, typer.Option(help="Prompts an hour, for savings.")] = None,
-    gpu_price: Annotated[float | None, typer.Option(help="Your price of a GPU and hour.")] = None,
-    dram_price: Annotated[float | None, typer.Option(help="Your price of a GiB of DRAM and hour.")] = None,
-    nvme_price: Annotated[float | None, typer.Option(help="Your price of a GiB of NVMe and hour.")] = None,
+    at_once: Annotated[
+        int, typer.Option(metavar="N", parser=whole(1), help="Prompts that arrive together, for --target.")
+    ] = 1,
+    requests_per_hour: Annotated[
+        float | None, typer.Option(metavar="N", parser=number(0), help="Prompts an hour, for savings.")
+    ] = None,
+    gpu_price: Annotated[
+        float | None, typer.Option(metavar="X", parser=number(0), help="Your price of a GPU for an hour.")
+    ] = None,
+    dram_price: Annotated[
+        float | None, typer.Option(metavar="X", parser=number(0), help="Your price of a GiB of DRAM for an hour.")
+    ] = None,
+    nvme_price: Annotated[
+        float | None, typer.Option(metavar="X", parser=number(0), help="Your price of a GiB of NVMe for an hour.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="A trace as kvtide replay reads it: how many bytes give --hit-rate?")
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(help="With --trace: tokens of a block, if it does not say.")
+        int | None,
+        typer.Option(
+            metavar="N", parser=whole(1), help="With --trace: tokens of a block, if the trace does not say it."
+        ),
     ] = None,
     policy: Annotated[str, typer.Option(help="With --trace: the eviction policy of DRAM.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
@@ -136,8 +177,6 @@ def _check(given: dict[str, Any]) -> None:
         raise ConfigError(f"there is no folder {given['disk']}")
     if given["prefill"] is not None and given["prefill_cost"] is not None:
         raise ConfigError("--prefill-tokens-per-second and --prefill-cost both say how fast computing is: give one")
-    if given["block_tokens"] is not None and given["block_tokens"] < 1:
-        raise ConfigError(f"--block-tokens is {given['block_tokens']}; it must be at least 1")
     if (plot := given["plot"]) is not None and not plot.parent.is_dir():
         raise ConfigError(f"there is no folder {plot.parent} to write {plot.name} to")
 
@@ -156,8 +195,6 @@ def _cost(given: dict[str, Any]) -> Prefill | None:
     from kvtide.plan.prefill import PrefillCost
 
     if (speed := given["prefill"]) is not None:
-        if not 0 < speed < 1e12:
-            raise ConfigError(f"--prefill-tokens-per-second is {speed:g}; it must be above 0")
         return float(speed)
     if (text := given["prefill_cost"]) is None:
         return None
@@ -229,8 +266,8 @@ def _table(title: str, *columns: str) -> Any:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number and column not in _WORDS else "left")
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position and column not in _WORDS else "left")
     return table
 
 

@@ -38,7 +38,8 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics once as JSON, for programs.")] = False,
     every: Annotated[
-        float, typer.Option(metavar="TIME", parser=seconds, help="Time between frames, at least 100ms.")
+        float,
+        typer.Option(metavar="TIME", parser=seconds, show_default="1s", help="Time between frames, at least 100ms."),
     ] = 1.0,
     file: ConfigFile = None,
 ) -> None:
@@ -121,6 +122,7 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
             f"({size(peers.bytes_sent)}), {size(peers.bytes_held)} held for them"
             + (f"; {closed:,} connections closed as faulty" if closed else "")
         )
+    notes += _cluster(now)
     # Over HTTP, a node does not name its processes to clients without a token or certificate.
     title = f"node {node.pid} at {node.path}, " if node.pid else "node, "
     title += f"{_span(node.seconds)}, {node.requests:,} requests"
@@ -137,6 +139,24 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         taken, huge = size(dram.bytes_taken), share(dram.bytes_huge, dram.bytes_taken)
         parts += ["", f"{taken} of memory are taken, {huge} of it in huge pages"]
     return Group(*parts, "", *notes)
+
+
+def _cluster(now: Status) -> list[str]:
+    """Lines about the cluster that the node is in, or reads from."""
+    nodes, own = now.store.cluster, now.node.cluster
+    if nodes is None:
+        return []
+    member = own is not None and own.epoch
+    state = (
+        "draining" if own is not None and own.draining is not None else "" if member or own is None else "not joined"
+    )
+    notes = [
+        f"cluster: {len(nodes.members) + bool(member):,} members"
+        + (f", this node is {state}" if state else "")
+        + ("; the directory does not answer" if nodes.away else f", {nodes.lookups:,} lookups in the directory")
+    ]
+    bound = [f"{m.tier} is {m.address or f'member {m.number}'}" for m in nodes.members if m.tier]
+    return [*notes, ", ".join(sorted(bound))] if bound else notes
 
 
 def _span(seconds: float) -> str:

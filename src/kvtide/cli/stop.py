@@ -32,7 +32,7 @@ _FIRST, _NEXT = 1.0, 5.0
 @app.command()
 def stop(
     address: Annotated[
-        str, typer.Argument(metavar="[SOCKET]", help="The node's socket, with or without unix:.")
+        str, typer.Argument(metavar="SOCKET", help="The node's socket, with or without unix:.")
     ] = "kvtide.sock",
 ) -> None:
     """Stop the node at a socket, and wait until it has ended.

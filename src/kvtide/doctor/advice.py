@@ -1,7 +1,8 @@
 """Which changes of a running node's settings would bring most, from replays of its own recorded traffic.
 
-Today's settings are replayed first, then each candidate, as long as there is time. What is shown is only what stands
-out of the noise, the best of each kind, three at most, and all of them together. If nothing does, the reason is said.
+Today's settings are replayed first, of as many requests as leave time for at least three candidates; then the
+candidates, one of each kind before a second one of any, as long as there is time. What is shown is only what stands out
+of the noise, the best of each kind, three at most, and all of them together. If nothing does, the reason is said.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +44,8 @@ _WARM = 0.4
 """The part of the requests that only fill the tiers."""
 _SHOWN = 3
 _FIRST = 0.1
-"""The part of the time that the first replay may take; if it takes longer, fewer requests are replayed."""
+"""The part of the time left that the first replay may take; if it takes longer, fewer requests are replayed. A
+candidate with another tier takes twice as long, and all changes together are replayed too."""
 _APART = 0.1
 """A difference between the hit rates that the node measured and that the replay finds from which it is reported."""
 _DAY = 86400.0
@@ -123,7 +126,7 @@ class AdviceRequest:
     """The cost of computing; 0: what the node's engines say."""
     disk: Path | None = None
     """A folder on the disk that a tier is to use; None: where the node has one."""
-    seconds: float = 120.0
+    seconds: float = 60.0
     """How long to work, about."""
     how: str = "kvtide node --record FILE"
     """The command that records at this node."""
@@ -233,7 +236,7 @@ def _begin(trace: Trace, status: Status, wanted: AdviceRequest, end: float, prog
         advance(number)
 
     began = time.monotonic()
-    before = _replayed(trace, today, nothing, noted, began + _FIRST * wanted.seconds)
+    before = _replayed(trace, today, nothing, noted, began + _FIRST * max(0.0, end - began))
     if before is None:
         count = min(len(trace.blocks), max(LEAST_REQUESTS, reached[0]))
         notes.append(f"only the last {count:,} of {len(trace.blocks):,} requests are replayed, to end in time")
@@ -301,7 +304,8 @@ def _try(
     curve = lru_curve(case.trace, case.traffic.start, progress("sizes"))
     space = _space(status, wanted)
     every = candidates(case.today, curve, space, status.store)
-    wanted_changes = [one for one in every if one.kind in _hopeful(case)]
+    hopeful = _hopeful(case)
+    wanted_changes = _one_of_each_kind_first([one for one in every if one.kind in hopeful])
     tried: list[tuple[Candidate, Change]] = []
     for number, candidate in enumerate(wanted_changes):
         if time.monotonic() >= end:
@@ -311,6 +315,16 @@ def _try(
             return tried, wanted_changes[number:]
         tried.append((candidate, found))
     return tried, []
+
+
+def _one_of_each_kind_first(every: list[Candidate]) -> list[Candidate]:
+    """In the same order otherwise: if the time is short, different ideas tell more than several sizes of one tier."""
+    seen = Counter[ChangeKind]()
+    turns = []
+    for candidate in every:
+        turns.append(seen[candidate.kind])
+        seen[candidate.kind] += 1
+    return [candidate for _, candidate in sorted(zip(turns, every, strict=True), key=lambda pair: pair[0])]
 
 
 def _hopeful(case: _Case) -> set[ChangeKind]:
@@ -418,7 +432,7 @@ def _judge(
         changes=[change for _, change in shown],
         together=together,
         tried=[change for _, change in tried],
-        not_tried=[", ".join(name for name, _, _ in _names(case.today, one)) for one in left],
+        not_tried=[", ".join(f"{name} = {to}" for name, _, to in _names(case.today, one)) for one in left],
         notes=[*case.notes, *_doubts(case, status, hit_rate)],
     )
 
@@ -473,10 +487,12 @@ def _doubts(case: _Case, status: Status, hit_rate: float) -> Iterator[str]:
             f"the node itself has found {measured:.0%} of the tokens since its start, the replay finds {hit_rate:.0%} "
             "of later ones: pins, priorities, storage of several hosts and other models are not replayed"
         )
-    shared = [name.partition(".")[0] for name in ("files.path", "objects.url", "valkey.url")]
-    for name in shared:
-        found = tokens.get(name, 0)
-        if found and asked:
+    for name in (name for name in ("files", "objects", "valkey") if name in status.store.tiers):
+        yield (
+            f"shared storage is not tried: no change of {name}.budget or {name}.store is replayed, because what other "
+            "hosts store there and what it evicts for them is not in this node's recording"
+        )
+        if (found := tokens.get(name, 0)) and asked:
             yield f"{found / asked:.0%} of the tokens came from {name}, which is not replayed: gains may be smaller"
     if case.today.conditions.second_touch:
         yield "engines store only what is used again, as far as the node can see: so it is replayed"

@@ -60,6 +60,8 @@ def config_of(file: Path) -> dict[str, Any]:
         raise LayoutError(
             f"{file} cannot be read ({e.strerror}): give a folder that has the model's config.json"
         ) from e
+    except UnicodeDecodeError as e:
+        raise LayoutError(f"{file} is not text, and a config.json is") from e
     except ValueError as e:
         raise LayoutError(f"{file} is not JSON ({e})") from e
     if not isinstance(whole, dict):

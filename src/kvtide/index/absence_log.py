@@ -7,24 +7,30 @@ a caller of the same identity (model, tenant, layout, group, trust domain) finds
 secret numbers, so that no caller can invent a key that finds another's record, and so that the places of a caller's own
 blocks tell nothing of the places of others' blocks. The second packs what happened.
 
-Records are collected first and written to the table together: a numpy call for one record costs nearly as much as for a
-thousand, and no store should pay that each time. Whoever searches the table writes the collected ones first.
+Records are collected first and written to the table together: a numpy call for one record costs nearly as much as for
+a thousand, and no store should pay that each time. The caller's thread copies what it needs of the rows to a batch;
+when that is full, it is handed to a thread (``on_full``), and another is filled. Whoever searches the table first
+writes what is collected, so a record is found as soon as it was made. The batches are a part of the memory that the
+table may take.
 
 What the table does not say is as important as what it says: a place remembers that a record of another block in it was
 overwritten. So a block without a record was certainly never recorded, or it is known that its record may have been
 overwritten, and since when that cannot be: the later record always stays, so nothing has happened to the block since
 the time of the record in its place.
 
-Call with the index lock held. A caller that may be interrupted records first, and removes the block after that: a
-record of a block that is still there does no harm. An interrupted writing of collected records is repeated by the next.
+Call with the index lock held, but for ``write_full``. A caller that may be interrupted records first, and removes the
+block after that: a record of a block that is still there does no harm. An interrupted writing of collected records is
+repeated by the next, and that gives the same table.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +38,7 @@ import numpy.typing as npt
 from kvtide.clock import Clock, SystemClock
 from kvtide.index.hold_counts import Rows
 
-__all__ = ["Absence", "AbsenceCause", "AbsenceLog", "AbsenceStatistics", "Absences", "EvictedFor"]
+__all__ = ["BY_POLICY", "Absence", "AbsenceCause", "AbsenceLog", "AbsenceStatistics", "Absences", "EvictedFor"]
 
 Numbers = npt.NDArray[np.uint64]
 Codes = npt.NDArray[np.uint8]
@@ -40,8 +46,11 @@ Codes = npt.NDArray[np.uint8]
 _RECORD = 16
 """Bytes of a record."""
 _WORD = (1 << 64) - 1
-_TOGETHER = 4096
-"""Records are collected until there are this many of them, or a quarter as many calls that made them."""
+_PART, _LEAST = 16, 8 << 10
+"""Each of two batches of records that are not in the table yet may take this part of the memory; if that is less than
+``_LEAST`` bytes, records are written at once."""
+_ROW = 39
+"""Bytes of a record in a batch."""
 
 
 class Absence(Enum):
@@ -107,6 +116,9 @@ for _number, _absence in enumerate(_ABSENCES):
 for _number, _cause in enumerate(_CAUSES):
     _cause.code = _number
 
+BY_POLICY = {cause.value: cause for cause in _CAUSES if cause.value in ("lru", "bounded", "reuse")}
+"""The causes of evictions, by the name of the policy that chose. A policy that is not one of kvtide's has none."""
+
 _TIER, _CAUSE, _FOR, _UNWRITTEN, _OVER, _TIME = 4, 10, 15, 17, 22, 23
 """Where the parts of a record's second number begin, after the absence: tier, cause, whom, unwritten, overwritten,
 time."""
@@ -118,22 +130,38 @@ _SAME, _OTHER = 1, 2
 _TICKS = 10_000
 """Of a record's time, per second."""
 _SPLITMIX = np.uint64(0x94D049BB133111EB)
+_HALF = np.uint64(32)
 
 Mask = npt.NDArray[np.bool_]
 
 
-class _Note(NamedTuple):
-    """Records made by one call."""
+class _Batch:
+    """Records that are not in the table yet, one column per field. ``count`` is changed last, so that an interrupted
+    caller leaves whole records."""
 
-    marks: Numbers
-    identities: npt.NDArray[np.int64]
-    owners: npt.NDArray[np.uint16]
-    """Numbers of the blocks' tenants."""
-    word: int
-    """What happened to all of them, and when."""
-    tenant: int
-    unwritten: Codes | None
-    times: npt.NDArray[np.float64] | None
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.count = 0
+        self.marks = np.zeros(capacity, np.uint64)
+        self.identities = np.zeros(capacity, np.int64)
+        self.owners = np.zeros(capacity, np.uint16)
+        """Numbers of the blocks' tenants."""
+        self.words = np.zeros(capacity, np.uint64)
+        """What happened, as a record's second number without the time."""
+        self.times = np.zeros(capacity, np.float64)
+        self.tenants = np.zeros(capacity, np.uint32)
+        """Numbers of the tenants that needed the space; that of one without blocks has more than 16 bits."""
+        self.late = np.zeros(capacity, np.bool_)
+        """Whether others that happened later may have been recorded already."""
+
+    def single(self) -> tuple[memoryview[Any], ...]:
+        """The same memory, for single records: Python writes one number to it three times faster than to an array."""
+        columns = self.marks, self.identities, self.owners, self.words, self.times, self.tenants
+        return tuple(column.data for column in columns)
+
+    def clear(self) -> None:
+        self.late[: self.count] = False
+        self.count = 0
 
 
 class _Columns(Protocol):
@@ -145,12 +173,17 @@ class _Columns(Protocol):
     tenant: npt.NDArray[np.uint16]
 
 
+def _word(absence: Absence, tier: int, cause: AbsenceCause) -> int:
+    """A record's second number, without what is added later."""
+    return absence.code | (tier if tier < _LAST_TIER else _LAST_TIER) << _TIER | cause.code << _CAUSE
+
+
 @dataclass(frozen=True, slots=True)
 class AbsenceStatistics:
     """The records of why blocks are absent."""
 
     bytes: int = 0
-    """Memory that the records take, however many there are."""
+    """Memory that the records may take at most, those included that are not in the table yet."""
     records: int = 0
     """Records made, including overwritten ones."""
     since: float = 0.0
@@ -186,18 +219,26 @@ class AbsenceLog:
         """``nbytes``: the most memory; less than a record's switches it off."""
         self._index = index
         self._clock = clock or SystemClock()
-        size = 1 << (nbytes // _RECORD).bit_length() - 1 if nbytes >= _RECORD else 0
+        capacity = nbytes // _PART // _ROW if nbytes // _PART >= _LEAST else 0
+        size = (nbytes - 2 * _ROW * capacity) // _RECORD
         self.on = size > 0
-        self._mask = np.uint64(max(0, size - 1))
+        self._size = np.uint64(size)
         self._table = np.zeros((size, 2), np.uint64)
         self._names = self._table[:, 0]
         self._items = self._table.view(np.complex128).reshape(size)
         """The same memory, with a record as one number of 16 bytes: numpy copies these ten times faster than rows."""
         self._factor, *self._secrets = (np.uint64(secrets.randbits(64) | 1) for _ in range(5))
-        self._collected: list[_Note] = []
-        """Not yet in the table."""
-        self._count = 0
-        """Records in it."""
+        self.on_full: Callable[[], None] | None = None
+        """Called, with the index lock held, when there is something for ``write_full``; it must not wait. None: nobody
+        calls that."""
+        self._batch, self._other = _Batch(capacity), _Batch(capacity)
+        """The batch that is being filled; and an older one."""
+        self._single, self._other_single = self._batch.single(), self._other.single()
+        self._handed = False
+        """Whether the older one has records that are not, or not all, in the table."""
+        self._lock = threading.RLock()
+        """Of the table and of the older batch. Whoever has it takes no other lock. Reentrant, like that of the index: a
+        signal handler may call the store while its thread is at work here."""
         self._records = 0
         self.since = self._clock.time()
         """When it began, in seconds since 1970."""
@@ -206,7 +247,8 @@ class AbsenceLog:
         return f"<AbsenceLog {self._records} records, {len(self._table)} places>"
 
     def statistics(self) -> AbsenceStatistics:
-        return AbsenceStatistics(self._table.nbytes, self._records, self.since if self.on else 0.0)
+        nbytes = self._table.nbytes + 2 * _ROW * self._batch.capacity
+        return AbsenceStatistics(nbytes, self._records, self.since if self.on else 0.0)
 
     def note(
         self,
@@ -225,13 +267,35 @@ class AbsenceLog:
         """
         if self.on and (count := len(rows)):
             index = self._index
-            word = self._word(absence, tier, cause)
-            codes = None if isinstance(unwritten, int) or count == 1 else unwritten
-            if codes is None:
+            word = _word(absence, tier, cause)
+            if count == 1 and times is None:
                 word |= (unwritten if isinstance(unwritten, int) else int(unwritten[0])) << _UNWRITTEN
+                self._note_one(rows.item(), word, tenant)
+                return
+            if isinstance(unwritten, int):
+                words: Numbers | int = word | unwritten << _UNWRITTEN
+            else:
+                words = np.uint64(word) | unwritten.astype(np.uint64) << np.uint64(_UNWRITTEN)
             # copies: the rows may have other blocks when the records are written
-            columns = index.mark[rows], index.identity[rows], index.tenant[rows]
-            self._collect(count, _Note(*columns, word, tenant, codes, times))
+            self._put(index.mark[rows], index.identity[rows], index.tenant[rows], words, tenant, times)
+
+    def _note_one(self, row: int, word: int, tenant: int) -> None:
+        """``note`` of a single row, the common case of stores of single blocks."""
+        index, batch = self._index, self._batch
+        if batch.count == batch.capacity:
+            if not batch.capacity:
+                some = np.array([row])
+                self._put(index.mark[some], index.identity[some], index.tenant[some], word, tenant, None)
+                return
+            batch = self._hand_over()
+        at = batch.count
+        marks, identities, owners, words, times, tenants = self._single
+        marks[at] = index.mark.item(row)
+        identities[at] = index.identity.item(row)
+        owners[at] = index.tenant.item(row)
+        words[at], times[at], tenants[at] = word, self._clock.time(), tenant
+        batch.count = at + 1
+        self._records += 1
 
     def note_blocks(
         self,
@@ -242,48 +306,94 @@ class AbsenceLog:
         cause: AbsenceCause = AbsenceCause.NONE,
     ) -> None:
         """The same for blocks of one identity that may have no rows, given the marks of their keys."""
-        if self.on and (count := len(marks)):
-            nobody = np.zeros(count, np.uint16)
-            word = self._word(absence, tier, cause)
-            self._collect(count, _Note(marks, np.full(count, identity, np.int64), nobody, word, 0, None, None))
+        if self.on and len(marks):
+            self._put(marks, identity, 0, _word(absence, tier, cause), 0, None)
 
-    def _word(self, absence: Absence, tier: int, cause: AbsenceCause) -> int:
-        ticks = max(0, int((self._clock.time() - self.since) * _TICKS))
-        return absence.code | min(tier, _LAST_TIER) << _TIER | cause.code << _CAUSE | ticks << _TIME
-
-    def _collect(self, count: int, note: _Note) -> None:
+    def _put(
+        self,
+        marks: Numbers,
+        identities: npt.NDArray[np.int64] | int,
+        owners: npt.NDArray[np.uint16] | int,
+        words: Numbers | int,
+        tenant: int,
+        times: npt.NDArray[np.float64] | None,
+    ) -> None:
+        count, batch, now = len(marks), self._batch, self._clock.time()
+        if batch.count + count > batch.capacity:
+            batch = self._hand_over() if count <= batch.capacity else _Batch(count)
+        first, stop = batch.count, batch.count + count
+        batch.marks[first:stop] = marks
+        batch.identities[first:stop] = identities
+        batch.owners[first:stop] = owners
+        batch.words[first:stop] = words
+        batch.tenants[first:stop] = tenant
+        batch.times[first:stop] = now if times is None else np.minimum(times, now)
+        if times is not None:
+            batch.late[first:stop] = True
+        batch.count = stop
         self._records += count
-        self._count += count
-        self._collected.append(note)
-        if self._count >= _TOGETHER or len(self._collected) * 4 >= _TOGETHER:
-            self.write()
+        if batch is not self._batch:  # larger than one that is kept
+            with self._lock:
+                self._write_all()
+                self._enter(batch)
+
+    def _hand_over(self) -> _Batch:
+        """Begin another batch."""
+        with self._lock:
+            if self.on_full is None:
+                self._write_all()
+                return self._batch
+            self._enter_handed()  # if the thread did not come to it
+            self._single, self._other_single = self._other_single, self._single
+            self._batch, self._other, self._handed = self._other, self._batch, True
+        self.on_full()
+        return self._batch
+
+    def write_full(self) -> None:
+        """Write the records that were handed over to the table. Needs no lock."""
+        if self._handed:
+            with self._lock:
+                self._enter_handed()
 
     def write(self) -> None:
-        """Write the collected records to the table."""
-        if notes := self._collected:
-            marks, identities, owners, words, tenants, _, _ = zip(*notes, strict=True)
-            counts = [len(each) for each in marks]
-            names = self._mixed(np.concatenate(marks), np.concatenate(identities).view(np.uint64))
-            whose, tenant = np.concatenate(owners), np.repeat(np.array(tenants, np.int64), counts)
-            whom = np.where(whose == tenant, np.uint64(_SAME), np.uint64(_OTHER)) * ((whose > 0) & (tenant > 0))
-            records = np.repeat(np.array(words, np.uint64), counts) | whom << np.uint64(_FOR)
-            late: Mask | None = None
-            first = 0
-            for note, count in zip(notes, counts, strict=True):
-                mine = slice(first, first + count)
-                first += count
-                if note.unwritten is not None:
-                    records[mine] |= note.unwritten.astype(np.uint64) << np.uint64(_UNWRITTEN)
-                if note.times is not None:
-                    late = np.zeros(len(records), np.bool_) if late is None else late
-                    late[mine] = True
-                    ticks = np.maximum(0, (note.times - self.since) * _TICKS).astype(np.uint64)
-                    records[mine] &= np.uint64((1 << _TIME) - 1)
-                    records[mine] |= np.minimum(ticks, np.uint64(note.word >> _TIME)) << np.uint64(_TIME)
-            self._write(names, records, late)
+        """Write all records to the table."""
+        if self._handed or self._batch.count:
+            with self._lock:
+                self._write_all()
+
+    def _write_all(self) -> None:
+        self._enter_handed()
+        if count := self._batch.count:
+            self._enter(self._batch)
             # Last: if this is interrupted, the next call repeats it, and that gives the same table.
-            self._collected = []
-            self._count = 0
+            if self._batch.count == count:
+                self._batch.clear()
+
+    def _enter_handed(self) -> None:
+        if self._handed:
+            self._enter(self._other)
+            self._other.clear()
+            self._handed = False
+
+    def _enter(self, batch: _Batch) -> None:
+        """Write the records of a batch to the table. Call with its lock held."""
+        count = batch.count
+        names = self._mixed(batch.marks[:count], batch.identities[:count].copy().view(np.uint64))
+        records = self._ticks(batch.times[:count])
+        records <<= np.uint64(_TIME)
+        records |= batch.words[:count]
+        tenants = batch.tenants[:count]
+        if tenants.any():
+            owners = batch.owners[:count]
+            whom = np.where(owners == tenants, np.uint64(_SAME << _FOR), np.uint64(_OTHER << _FOR))
+            whom *= (owners > 0) & (tenants > 0)
+            records |= whom
+        late = batch.late[:count]
+        self._write(names, records, late if late.any() else None)
+
+    def _ticks(self, times: npt.NDArray[np.float64]) -> Numbers:
+        ticks: Numbers = np.maximum(0, (times - self.since) * _TICKS).astype(np.uint64)
+        return ticks
 
     def _mixed(self, marks: Numbers, identities: Numbers) -> Numbers:
         """The names of blocks: two rounds of the finaliser of SplitMix64, each with secret numbers. Overwrites
@@ -301,9 +411,13 @@ class AbsenceLog:
             names ^= names >> np.uint64(31)
         return names
 
+    def _places(self, names: Numbers) -> npt.NDArray[np.int64]:
+        """The place of each name: its upper half, scaled to the size of the table, which need not be a power of two."""
+        return ((names >> _HALF) * self._size >> _HALF).view(np.int64)
+
     def _write(self, names: Numbers, words: Numbers, late: Mask | None) -> None:
         """``late``: the mask of records that do not overwrite later ones of other blocks."""
-        at = (names & self._mask).view(np.int64)
+        at = self._places(names)
         before = self._items[at].view(np.uint64).reshape(len(at), 2)
         old, known = before[:, 0], before[:, 1]
         others = (old != 0) & (old != names)
@@ -325,9 +439,10 @@ class AbsenceLog:
         if not self.on:
             none = np.zeros(len(marks), np.uint8)
             return Absences(none, none, none, none, none, np.zeros(len(marks)), np.ones(len(marks), np.bool_))
-        self.write()
         names = self._mixed(marks, np.full(len(marks), identity, np.int64).view(np.uint64))
-        found = self._table[names & self._mask]
+        with self._lock:
+            self._write_all()
+            found = self._table[self._places(names)]
         known, words = found[:, 0] == names, found[:, 1]
         doubtful = ~known & (words & np.uint64(_OVERWRITTEN) != 0)
         times = self.since + (words >> np.uint64(_TIME)).astype(np.float64) / _TICKS

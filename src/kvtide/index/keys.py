@@ -59,6 +59,12 @@ class Tenant:
         """16 opaque bytes that mark this tenant's blocks at rest."""
         return blake3(self.secret, derive_key_context="kvtide 1 tenant").digest(16)
 
+    @property
+    def proof(self) -> bytes:
+        """16 bytes that only those with the secret can make, and from which nothing else follows: with these a store
+        tells a caller of the tenant's past requests, as the tag is no secret."""
+        return blake3(self.secret, derive_key_context="kvtide 1 past requests").digest(16)
+
 
 DEFAULT_TENANT = Tenant("", b"kvtide: the tenant of those who named none")
 

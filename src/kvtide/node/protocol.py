@@ -216,6 +216,9 @@ class Open(_Message, tag="open"):
     tenant: bytes
     model: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
     """A description of the model (``store/known_models.py``), for the answers to ``Models``; empty: it has none."""
+    proof: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    """Made from the tenant's naming secret (``Tenant.proof``): past requests are explained only to sessions that were
+    opened with the same bytes."""
 
 
 class Close(_Message, tag="close"):

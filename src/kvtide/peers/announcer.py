@@ -30,7 +30,7 @@ from kvtide.block import BlockKey
 from kvtide.clock import Clock, SystemClock, TurnedClock
 from kvtide.events import Backlog, BlockRemoved, Event, EventsLost, Feed
 from kvtide.index.index import DRAM, SEALED, Index, Mask, Rows
-from kvtide.index.work_slices import rest
+from kvtide.index.work_slices import SLICE, rest
 from kvtide.peers.membership import Membership
 from kvtide.store.partition import NVME
 from kvtide.store.store import Store
@@ -42,8 +42,6 @@ log = logging.getLogger("kvtide.peers")
 
 _BATCH = 4096
 """Blocks that are published with one call: each partition of the directory gets about 256."""
-_VISIT = 1024
-"""Rows that are visited in one hold of the index lock: some 100 us."""
 _GATHER = 0.05
 """Seconds that events are gathered before they are published."""
 _RETRY = 1.0
@@ -152,7 +150,9 @@ class Announcer:
             left = self.step()
             if self._closed.is_set():
                 return
-            if left > 0:
+            if self._failed:
+                self._closed.wait(min(left, _RETRY))
+            elif left > 0:
                 self._wake.wait(min(left, _LONGEST))
                 self._closed.wait(_GATHER)
             else:
@@ -232,23 +232,25 @@ class Announcer:
         keys = list(self._dirty)
         stored: list[BlockKey] = []
         removed: list[BlockKey] = []
-        for start in range(0, len(keys), _VISIT):
-            part = keys[start : start + _VISIT]
+        for start in range(0, len(keys), SLICE):
+            part = keys[start : start + SLICE]
+            if start:
+                rest()
             with self._index.lock:
                 there = self._there(self._index.rows(part)).tolist()
             stored += [key for key, here in zip(part, there, strict=True) if here]
             removed += [key for key, here in zip(part, there, strict=True) if not here and self._dirty[key]]
-            rest()
         row = self._next_row
         news = set(removed)
         while row < self._stop_row and len(stored) < _BATCH:
-            rows = np.arange(row, min(row + _VISIT, self._stop_row))
+            rows = np.arange(row, min(row + SLICE, self._stop_row))
+            if row > self._next_row:
+                rest()
             with self._index.lock:
                 found = self._visible(rows[self._there(rows)])
             # What has come back since it was looked at above has an event, and is published with that.
             stored += [key for key in found if key not in news]
             row += len(rows)
-            rest()
         return stored, removed, row
 
     def _visible(self, rows: Rows) -> Sequence[BlockKey]:

@@ -4,11 +4,12 @@ It never asks further: not its own peers, because two nodes could ask each other
 the asker can read itself.
 
 A block in DRAM is sent from the memory it is in, under a lease, so that it is neither evicted nor overwritten
-meanwhile. A block on NVMe is read through the tier's lane, like a read of this node's own, into memory of its own. Both
-are counted against one budget, ``_PART`` of the DRAM budget but at least one request, from before they are leased until
-they were sent: slow askers cannot keep more than that from being evicted, nor make this node take more. One address
-gets half of it, or what one request needs. A request that does not fit waits a moment, and is then answered with BUSY;
-so are the last blocks of a request for more than that.
+meanwhile; its checksums are computed when it is sent for the first time (``store/outgoing.py`` remembers them). A block
+on NVMe is read through the tier's lane, like a read of this node's own, into memory of its own. Both are counted
+against one budget, ``_PART`` of the DRAM budget but at least one request, from before they are leased until they were
+sent: slow askers cannot keep more than that from being evicted, nor make this node take more. One address gets half of
+it, or what one request needs. A request that does not fit waits a moment, and is then answered with BUSY; so are the
+last blocks of a request for more than that.
 
 When a block is dropped, or its tenant forgotten, an answer with it is interrupted, and the drop waits until the answer
 holds nothing: see ``store/outgoing.py``.
@@ -20,18 +21,20 @@ destroyed has no blocks."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from kvtide.block import BlockKey, Span
+from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.index.index import DRAM, SEALED, Index, Rows
-from kvtide.store.outgoing import OutgoingAnswer
+from kvtide.store.outgoing import Contents, OutgoingAnswer, OutgoingBlocks
 from kvtide.store.partition import NVME, Partition
 from kvtide.store.store import Store
 from kvtide.tiers.base import Identity, Read, ReadResult, Write
@@ -39,7 +42,7 @@ from kvtide.tiers.format.encryption import Encryption
 from kvtide.tiers.format.packer import Packer, header_of
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.format.scratch import Scratch
-from kvtide.tiers.peers.protocol import ALL, LocatedBlocks, Presence, RequestCredit
+from kvtide.tiers.peers.protocol import ALL, MOST_CREDIT, LocatedBlocks, Presence, RequestCredit
 from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.transfer.cold_tier import ColdTier
 
@@ -60,8 +63,13 @@ class SentBlock(NamedTuple):
     """The answer for one block."""
 
     presence: Presence
-    header: Span = memoryview(b"")
     payload: Span = memoryview(b"")
+    size: int = 0
+    """Bytes of the header."""
+    known: Span | None = None
+    """The header, if it is known."""
+    make: Callable[[], Span] = lambda: memoryview(b"")
+    """Makes the header, which takes about half as long as to send the block. Valid until the next is made."""
 
 
 _MISS, _BUSY = SentBlock(Presence.MISS), SentBlock(Presence.BUSY)
@@ -174,6 +182,17 @@ class _DiskRead:
             np.frombuffer(item.span, np.uint8)[:] = 0
 
 
+class _Leased(NamedTuple):
+    """The blocks of an answer, by their number in the request."""
+
+    writes: dict[int, Write]
+    """Those that are in memory."""
+    reads: dict[int, Write]
+    """Those to be read from NVMe, with an empty span."""
+    contents: dict[int, Contents]
+    """Of those in DRAM: under what their headers are remembered."""
+
+
 class PeerBlocks:
     """The blocks of a store for other nodes. Thread-safe."""
 
@@ -185,27 +204,34 @@ class PeerBlocks:
         self._budget = _Budget(store.config.dram.budget // _PART)
 
     @property
+    def credit(self) -> RequestCredit:
+        """What a request may ask for: several may be under way for one address, and few large ones take less work than
+        many small ones."""
+        return RequestCredit(nbytes=max(RequestCredit().nbytes, min(MOST_CREDIT.nbytes, self._budget.each // 4)))
+
+    @property
     def bytes_held(self) -> int:
         """Bytes of the answers that are being prepared or sent."""
         return self._budget.taken
 
-    def locate(self, identity: Identity, digests: Sequence[bytes]) -> LocatedBlocks:
-        """Which blocks are there."""
+    def locate(self, identity: Identity, digests: Span) -> LocatedBlocks:
+        """Which blocks are there, of those whose digests follow each other in ``digests``."""
         partition = self._store.partition_of(identity.tenant)
         index = partition.index
-        keys = [BlockKey(digest + identity.group) for digest in digests]
+        keys = _keys(digests, identity.group)
         with index.lock:
             rows = self._rows(partition, keys, identity)
             hits = rows[rows > 0]
+            parents = index.parents
             return LocatedBlocks(
                 (rows > 0).astype(np.uint8),
                 index.expiry[hits],
                 index.depth[hits],
-                b"".join([index.parent(row) for row in hits.tolist()]),
+                b"".join([(parents[row] or b"")[:DIGEST] for row in hits.tolist()]),
                 index.priority[hits],
             )
 
-    def _rows(self, partition: Partition, keys: Sequence[BlockKey], identity: Identity) -> Rows:
+    def _rows(self, partition: Partition, keys: Collection[BlockKey], identity: Identity) -> Rows:
         """The rows of blocks that are complete in this node's DRAM or NVMe; 0 for others. Call with the index lock
         held."""
         index = partition.index
@@ -229,7 +255,7 @@ class PeerBlocks:
     def opened(
         self, identity: Identity, asked: Sequence[AskedBlock], packer: Packer, asker: PeerConnection
     ) -> Iterator[list[SentBlock]]:
-        """Records of blocks, which stay as they are inside the ``with``. The headers are memory of the packer."""
+        """Records of blocks, which stay as they are inside the ``with``."""
         footprint = identity.geometry.footprint
         if footprint > self._store.config.dram.budget:  # no such block is there
             yield [_MISS] * len(asked)
@@ -251,43 +277,52 @@ class PeerBlocks:
                 asker.interrupt()
                 wake.set()
 
-            keys = [BlockKey(one.digest + identity.group) for one in served]
+            keys: list[BlockKey] = [one.digest + identity.group for one in served]  # type: ignore[misc]
             answer = OutgoingAnswer(identity.tenant, keys, interrupt)
             stack.callback(partition.outgoing.end, answer)
-            # What the kernel still has belongs to the answer: the connection is closed before the end is told.
-            stack.callback(lambda: asker.close() if answer.withdrawn else None)
-            writes, places = self._lease(partition, identity, keys, answer, stack)
-            nvme, late = partition.nvme, False
-            if places and nvme is not None:
+            # What the kernel still has belongs to the answer: it is discarded before the end is told.
+            stack.callback(lambda: asker.abort() if answer.withdrawn else None)
+            leased = self._lease(partition, identity, keys, answer, stack)
+            nvme, late = partition.nvme, set[int]()
+            if leased.reads and nvme is not None:
                 # Memory of its own for each: a read that hangs may still fill it, whenever it ends.
-                spans = [Scratch().get(footprint) for _ in places]
-                items = [Read(w.key, identity, w.owner, span) for w, span in zip(places.values(), spans, strict=True)]
+                items = [Read(w.key, identity, w.owner, Scratch().get(footprint)) for w in leased.reads.values()]
                 read = _DiskRead(items, taken, wake)
                 stack.callback(lambda: read.zero() if answer.withdrawn else None)
-                late = self._read(nvme, read, places, writes, end)
-            yield self._packed(identity, served, writes, places if late else {}, packer) + rest
+                if self._read(nvme, read, leased, end):
+                    late = set(leased.reads)
+            yield self._packed(partition.outgoing, answer, served, leased, late, packer) + rest
 
     def _packed(
         self,
-        identity: Identity,
+        outgoing: OutgoingBlocks,
+        answer: OutgoingAnswer,
         asked: Sequence[AskedBlock],
-        writes: dict[int, Write],
+        leased: _Leased,
         late: Collection[int],
         packer: Packer,
     ) -> list[SentBlock]:
-        """The answers for blocks: records of ``writes``, BUSY for ``late``, and misses."""
-        sent = [_BUSY if i in late and i not in writes else _MISS for i in range(len(asked))]
-        sections, stride = identity.geometry.sections, identity.geometry.stride
-        size = max((header_of(write) for write in writes.values()), default=0)
-        pages = packer.header.get(size * len(asked))
-        for i, write in writes.items():
-            first, count = asked[i].first, asked[i].sections
-            wanted = range(sections) if count == ALL else range(first, first + count)
-            if wanted.stop > sections or (count == ALL and first):
-                continue
-            page = pages[i * size : (i + 1) * size]
+        """The answers for blocks: records of those that were leased, BUSY for ``late``, and misses."""
+        sent = [_BUSY if i in late else _MISS for i in range(len(asked))]
+
+        def made(i: int) -> Span:
+            write = leased.writes[i]
+            page = packer.header.get(header_of(write))
             packer.pack(write).name(page, 0, self._store.clock.time())
-            sent[i] = SentBlock(Presence.HIT, page, write.span[wanted.start * stride : wanted.stop * stride])
+            if (contents := leased.contents.get(i)) is not None:
+                outgoing.remember(answer, write.key, contents, page.tobytes())
+            return page
+
+        for i, write in leased.writes.items():
+            geometry = write.identity.geometry
+            first, count = asked[i].first, asked[i].sections
+            wanted = range(geometry.sections) if count == ALL else range(first, first + count)
+            if wanted.stop > geometry.sections or (count == ALL and first):
+                continue
+            payload = write.span[wanted.start * geometry.stride : wanted.stop * geometry.stride]
+            contents = leased.contents.get(i)
+            known = None if contents is None else outgoing.header(write.key, contents)
+            sent[i] = SentBlock(Presence.HIT, payload, header_of(write), known, functools.partial(made, i))
         return sent
 
     def _lease(
@@ -297,41 +332,50 @@ class PeerBlocks:
         keys: Sequence[BlockKey],
         answer: OutgoingAnswer,
         stack: contextlib.ExitStack,
-    ) -> tuple[dict[int, Write], dict[int, Write]]:
-        """Lease the blocks that are there. Returns those in DRAM, and those to be read from NVMe, by their number among
-        ``keys``; the latter with an empty span."""
+    ) -> _Leased:
+        """Lease the blocks that are there."""
         index, pipeline = partition.index, partition.pipeline
-        writes: dict[int, Write] = {}
-        reads: dict[int, Write] = {}
+        leased = _Leased({}, {}, {})
         with index.lock:
             if not partition.outgoing.begin(answer):
-                return writes, reads
+                return leased
             rows = self._rows(partition, keys, identity)
-            stack.callback(pipeline.lease(np.unique(rows[rows > 0])).release)
-            for i, row in enumerate(rows.tolist()):
+            found = rows.tolist()
+            stack.callback(pipeline.lease(np.array(list({*found} - {0}), np.int64)).release)
+            sealed, places = (index.state[DRAM][rows] == SEALED).tolist(), index.place[DRAM][rows].tolist()
+            for i, row in enumerate(found):
                 if not row:
                     continue
-                if index.state[DRAM][row] == SEALED:
+                if sealed[i]:
                     span = pipeline.sealed_span(row, identity)
                     if span is not None:
-                        writes[i] = _record(index, row, keys[i], identity, span)
+                        leased.writes[i] = write = _record(index, row, keys[i], identity, span)
+                        generation = partition.dram.generation(places[i])
+                        leased.contents[i] = Contents(places[i], generation, write.expiry, write.priority)
                 else:
                     place = int(index.place[NVME][row])
-                    reads[i] = _record(index, row, keys[i], identity, memoryview(b""), place)
-        return writes, reads
+                    leased.reads[i] = _record(index, row, keys[i], identity, memoryview(b""), place)
+        return leased
 
-    def _read(
-        self, cold: ColdTier, read: _DiskRead, wanted: dict[int, Write], writes: dict[int, Write], end: float
-    ) -> bool:
-        """Read blocks from NVMe, and add those that are good to ``writes``. Returns whether it took too long."""
+    def _read(self, cold: ColdTier, read: _DiskRead, leased: _Leased, end: float) -> bool:
+        """Read blocks from NVMe, and make records of those that are good. Returns whether it took too long."""
         cold.lane.read(read.items, read.done, lambda: False)
         read.over.wait(max(0.0, end - time.monotonic()))
         if read.abandon():
             return True
-        for (i, write), item, good in zip(wanted.items(), read.items, read.results, strict=True):
+        for (i, write), item, good in zip(leased.reads.items(), read.items, read.results, strict=True):
             if good:
-                writes[i] = structs.replace(write, span=item.span)
+                leased.writes[i] = structs.replace(write, span=item.span)
         return False
+
+
+def _keys(digests: Span, group: bytes) -> Sequence[BlockKey]:
+    """The keys of a group's blocks: most of the work of a lookup, so no Python code runs for each."""
+    whole = np.empty((len(digests) // DIGEST, DIGEST + len(group)), np.uint8)
+    whole[:, :DIGEST] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST)
+    whole[:, DIGEST:] = np.frombuffer(group, np.uint8)
+    keys: Sequence[BlockKey] = struct.unpack(f"{whole.shape[1]}s" * len(whole), whole.data)
+    return keys
 
 
 def _record(index: Index, row: int, key: BlockKey, identity: Identity, span: Span, place: int = 0) -> Write:

@@ -62,6 +62,7 @@ class GreetedPeer:
         self.ended = caller.connection.ended
         self.interrupt = caller.connection.interrupt
         self.close = caller.connection.close
+        self.abort = caller.connection.abort
         self.forked = caller.connection.forked
 
     def send(self, parts: Sequence[Span | bytes]) -> None:

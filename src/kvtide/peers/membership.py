@@ -89,7 +89,7 @@ class Membership:
         """What ``members`` returns, and until when."""
         self._told: tuple[Member | None, Mapping[int, Member]] = (None, _NOBODY)
         self._followers: tuple[Callable[[], None], ...] = ()
-        self._due = -math.inf
+        self._due = self._joined = -math.inf
         self._joins = self._failures = self._scrubbed = 0
         self._failed = False
         self._wake = threading.Event()
@@ -157,7 +157,8 @@ class Membership:
     def rejoin(self) -> None:
         """Give up this epoch for a new one: what was published under the old one will not be believed any more."""
         self._own = None
-        self._due = -math.inf
+        # Not at once if it has just joined: something may be wrong that another epoch does not heal.
+        self._due = self._joined + self._lease / _RETRIES
         self._wake.set()
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -217,11 +218,16 @@ class Membership:
                     if self._own is own:  # otherwise, ``rejoin`` was called meanwhile
                         self._own = (own[0], now + self._lease)
                 return
-            log.info("the lease of this node in the cluster was lost; it joins again")
+            log.warning(
+                "the lease of this node in the cluster was lost: Valkey was away or lost data, or another node says "
+                "that it serves at %s; it joins again",
+                self._address,
+            )
             self._own = None
         sent = self._clock.monotonic()
         member = self._directory.join(self._name, self._address, self._lease)
         self._joins += 1
+        self._joined = sent
         self._own = (member, sent + self._lease)
 
     def _scrub(self, members: int) -> None:

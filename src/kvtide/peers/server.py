@@ -8,7 +8,8 @@ Whatever an asker does costs its connection, and nothing else:
 
 - Requests are read into memory of a fixed size, and a request for more than the credit that was granted ends the
   connection. So does anything that breaks the protocol.
-- An answer must have been taken within ``peers.timeout``; then the connection is interrupted, and what it held is free.
+- An answer must have been taken within ``peers.timeout``, and a second more for each 16 MiB of it; then the connection
+  is interrupted, and what it held is free.
 - Connections are limited, for each address and together; who is not authenticated yet keeps nobody out (callers.py).
 
 Each end of that kind is counted by its reason. See blocks.py for what an answer may contain.
@@ -43,6 +44,7 @@ from kvtide.tiers.peers.protocol import (
     PART,
     REPLY,
     REQUEST,
+    SLOWEST,
     Operation,
     PeerViolation,
     Presence,
@@ -76,7 +78,7 @@ class PeerServer:
         self._timeout = settings.timeout
         self._name = store.name
         self._blocks = PeerBlocks(store, settings.timeout)
-        self._credit = credit or RequestCredit()
+        self._credit = credit or self._blocks.credit
         self._lock = threading.Lock()
         self._callers = PeerCallers()
         self._counts: Counter[str] = Counter()
@@ -225,18 +227,16 @@ class PeerServer:
         with self._lock:
             self._counts["requests"] += 1
         if operation == Operation.LOCATE:
-            digests = bytes(items)
-            named = [digests[i : i + DIGEST] for i in range(0, len(digests), DIGEST)]
-            self._locate(connection, body, named, number)
+            self._locate(connection, body, items, number)
         else:
             asked = [AskedBlock(*item) for item in ITEM.iter_unpack(items)]
             self._read(connection, packer, body, asked, number)
         return int(number)
 
-    def _locate(self, connection: PeerConnection, body: Span, digests: Sequence[bytes], number: int) -> None:
+    def _locate(self, connection: PeerConnection, body: Span, digests: Span, number: int) -> None:
         found = self._blocks.locate(parse_identity(body[: IDENTITY.size]), digests)
         answer = pack_located(found)
-        connection.send([REPLY.pack(Operation.LOCATE, 0, len(digests), len(answer), number) + answer])
+        connection.send([REPLY.pack(Operation.LOCATE, 0, len(found.presence), len(answer), number) + answer])
         with self._lock:
             self._counts["located"] += len(found.depths)
 
@@ -250,11 +250,19 @@ class PeerServer:
             if sections * geometry.stride > self._credit.nbytes:
                 raise PeerViolation(Violation.OVER_CREDIT)
         with self._blocks.opened(identity, asked, packer, connection) as sent:
-            parts = b"".join(PART.pack(one.presence, len(one.header), len(one.payload)) for one in sent)
-            reply = REPLY.pack(Operation.READ, 0, len(sent), len(parts), number) + parts
-            records = [span for one in sent for span in (one.header, one.payload) if span]
-            self._watchdog.limit(connection, self._timeout)  # what it took to prepare is not the asker's fault
-            connection.send([reply, *records])
+            parts = b"".join([PART.pack(one.presence, one.size, len(one.payload)) for one in sent])
+            seconds = self._timeout + sum(one.size + len(one.payload) for one in sent) / SLOWEST
+            self._watchdog.limit(connection, seconds)  # what it took to prepare is not the asker's fault
+            ready: list[Span | bytes] = [REPLY.pack(Operation.READ, 0, len(sent), len(parts), number) + parts]
+            for one in sent:
+                if one.presence != Presence.HIT:
+                    continue
+                if (header := one.known) is None:
+                    # While checksums are computed, the kernel sends what is before.
+                    connection.send(ready)
+                    ready, header = [], one.make()
+                ready += (header, one.payload)
+            connection.send(ready)
         self._count(sent)
 
     def _count(self, sent: Sequence[SentBlock]) -> None:

@@ -15,7 +15,7 @@ trial costs its prompt no more than that once, and the next plan has a better es
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -63,6 +63,8 @@ class Source:
     number: int
     name: str
     speed: Speed
+    node: bool = False
+    """Whether it is another node: of several that have a block, the fastest is read from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,11 @@ class PlannerStatistics:
     tokens: dict[str, int] = field(default_factory=dict)
     """The same in tokens."""
 
+    def without(self, tiers: Collection[str]) -> PlannerStatistics:
+        """The same, but for these tiers."""
+        blocks, tokens = ({k: n for k, n in some.items() if k not in tiers} for some in (self.blocks, self.tokens))
+        return PlannerStatistics(self.prompts, blocks, tokens)
+
 
 class Planner:
     """Decides what to load. Call with the index lock held."""
@@ -85,6 +92,7 @@ class Planner:
     def __init__(self, index: Index, sources: Sequence[Source]) -> None:
         self._index = index
         self._sources = sources
+        self._nodes = sum(source.node for source in sources)
         self._names = ("dram", *(s.name for s in sources), "slower", "missed")
         self._prompts = 0
         self._counts: dict[int, list[int]] = {}
@@ -121,12 +129,21 @@ class Planner:
             counts[i] += n
 
     def tiers_of(self, rows: Rows) -> Rows:
-        """The tier that each row must come from: 0 is DRAM, then the sources in their order."""
+        """The tier that each row must come from: 0 is DRAM, then the sources in their order; of several nodes the
+        fastest."""
         tier = np.zeros(len(rows), np.int64)
-        for i, source in reversed([*enumerate(self._sources, 1)]):
+        for i, source in reversed(self._order()):
             tier[self._index.state[source.number][rows] == SEALED] = i
         tier[self._index.state[DRAM][rows] == SEALED] = 0
         return tier
+
+    def _order(self) -> list[tuple[int, Source]]:
+        """The sources with their numbers, from 1 on, in the order in which a block is read from them."""
+        order = [*enumerate(self._sources, 1)]
+        if self._nodes < 2:
+            return order
+        nodes = iter(sorted((pair for pair in order if pair[1].node), key=lambda pair: pair[1].speed.seconds(1)))
+        return [next(nodes) if pair[1].node else pair for pair in order]
 
     def plan(
         self,

@@ -257,10 +257,11 @@ class LocalBackend:
         domain: int = 0,
         tag: bytes = b"",
         charge: PinCharge | None = None,
+        proof: bytes = b"",
     ) -> None:
         """``domain``: the trust domain whose memory has the blocks; ``tag``: the suffix of their keys.
 
-        ``charge`` is called with the number of bytes pinned.
+        ``charge`` is called with the number of bytes pinned. ``proof``: see ``Tenant.proof``.
         """
         self.partition = partition
         self._index = partition.index
@@ -290,7 +291,7 @@ class LocalBackend:
         self._recorder = partition.recorder
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
-        self._explainer = Explainer(partition, layout, self._identities, tenant)
+        self._explainer = Explainer(partition, layout, self._identities, tenant, proof)
         self.first_use: Callable[[], object] | None = None
         """Called at the first match or store; not when something is explained, which changes nothing."""
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from kvtide.block import Layout
 from kvtide.index.absence_log import Absence, AbsenceCause, EvictedFor
@@ -291,16 +292,30 @@ def _unknown(partition: Partition) -> Why:
     return Why.NOT_SEEN_HERE if partition.shared_tiers else Why.NEVER_SEEN
 
 
+def _number(fingerprint: int, proof: bytes) -> int:
+    """A number for an identity and a proof."""
+    return int.from_bytes(blake3(fingerprint.to_bytes(8, "little", signed=True) + proof).digest(8))
+
+
 class Explainer:
     """Remembers the matches of one model and tenant, to be explained later."""
 
-    def __init__(self, partition: Partition, layout: Layout, identities: Mapping[str, Identity], tenant: bytes) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        layout: Layout,
+        identities: Mapping[str, Identity],
+        tenant: bytes,
+        proof: bytes,
+    ) -> None:
+        """``proof``: past requests are told to those who opened their session with the same bytes: an identity follows
+        from the tenant's tag and the model, which others may know or guess."""
         self._partition, self._layout, self._identities, self._tenant = partition, layout, identities, tenant
-        self._who = frozenset(who.fingerprint for who in identities.values())
+        self._who = frozenset(_number(who.fingerprint, proof) for who in identities.values())
         self._recent = partition.context.recent_requests
 
     def past(self, request: str) -> Explanation | None:
-        """A past request of this model and tenant, by its name; None if it is not remembered."""
+        """A past request of this model and tenant, by its name; None if it is not remembered, or was another's."""
         return self._recent.find(request, self._who)
 
     def remember(

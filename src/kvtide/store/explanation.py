@@ -171,6 +171,17 @@ class Explanation:
         """Whether there are blocks of which nothing is known."""
         return any(some.why in _UNEXPLAINED for some in self.blocks)
 
+    def after_restart(self) -> Explanation:
+        """The same for a caller who knows that the store was restarted: of what it had before nothing is known."""
+        never, unknown = Why.NEVER_SEEN, Why.UNKNOWN_SINCE_RESTART
+        blocks = tuple(replace(some, why=unknown) if some.why is never else some for some in self.blocks)
+        totals = self.totals
+        if totals is not None and (count := totals.reasons.get(never.value, 0)):
+            reasons = {why: number for why, number in totals.reasons.items() if why != never.value}
+            reasons[unknown.value] = reasons.get(unknown.value, 0) + count
+            totals = replace(totals, reasons=reasons)
+        return replace(self, blocks=blocks, totals=totals)
+
     def with_others(self, others: Iterable[tuple[int, tuple[str, ...]]]) -> Explanation:
         """The same with blocks explained of which nothing was known: their tokens are stored for another model. For
         each of ``others`` there is how many of the first tokens are stored for it, and in what it differs."""
@@ -269,7 +280,7 @@ class Explanation:
             Why.STORE_DROPPED: f"not stored{self._when(some)}{_because(some)}",
             Why.OTHER_NAMESPACE: f"stored under another namespace: {'; '.join(some.differs)}",
             Why.SEARCHED: "being searched for in shared storage",
-            Why.NEVER_SEEN: f"never seen since the store was opened at {since}",
+            Why.NEVER_SEEN: f"never seen since the store was opened, empty, at {since}",
             Why.NOT_SEEN_HERE: f"not seen here since {since}, nor found in shared storage so far",
             Why.UNKNOWN_SINCE_RESTART: f"unknown since restart: not seen since {since}, and nothing is known of before",
             Why.RECORD_OVERWRITTEN: "unknown: a record may have been overwritten by later ones"

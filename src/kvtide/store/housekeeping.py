@@ -1,9 +1,10 @@
-"""The thread of a partition that removes expired blocks (``Partition.tidy``), and prefetches expected prompts.
+"""The thread of a partition that removes expired blocks (``Partition.tidy``), prefetches expected prompts, and writes
+the table of why blocks are absent.
 
 It sleeps until work is due, and then works in slices (``index/work_slices.py``): no caller waits long for it. It
-starts when the first block gets an expiry or is expected back, ends when the partition is closed, and does not keep
-an otherwise unreferenced one alive. A call that arrives when blocks have expired does one slice itself: if no thread
-can be started, the work is still done, a little with every call.
+starts when the first block gets an expiry or is expected back, or when some hundred blocks have left, ends when the
+partition is closed, and does not keep an otherwise unreferenced one alive. A call that arrives when blocks have expired
+does one slice itself: if no thread can be started, the work is still done, a little with every call.
 
 Time is that of the partition's clock. A clock that is set by hand (``kvtide.testing.clock``) wakes the thread when it
 changes; if the system's clock jumps, the next call wakes it.
@@ -11,9 +12,11 @@ changes; if the system's clock jumps, the next call wakes it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from kvtide.clock import Clock, TurnedClock
@@ -29,6 +32,29 @@ _AFTER_ERROR = 1.0
 """Pause in seconds after an error, so that a persistent one does not keep a core busy."""
 
 
+class _WakeUp:
+    """Wakes a thread. Not a ``threading.Event``: a caller that is interrupted while it sets one may leave it locked,
+    for all later callers too; this queue, written in C, it cannot."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        if self._queue.empty():
+            self._queue.put(None)
+
+    def clear(self) -> None:
+        """Forget the calls of ``set`` so far."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a call of ``set`` since the last ``clear`` or ``wait``."""
+        with contextlib.suppress(Empty):
+            self._queue.get(timeout=seconds)
+
+
 class Housekept(Protocol):
     """An object that has work to be done in slices."""
 
@@ -40,7 +66,7 @@ class Housekeeper:
     """A thread that calls ``tidy`` of its owner whenever that is due, from the first ``wake`` until it is closed."""
 
     def __init__(self, owner: Housekept, clock: Clock) -> None:
-        self._wake = wake = threading.Event()
+        self._wake = wake = _WakeUp()
         self._owner = weakref.ref(owner, lambda _: wake.set())
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -88,7 +114,7 @@ class Housekeeper:
             self._thread.join()
 
 
-def _work(owner: weakref.ref[Housekept], wake: threading.Event, closed: threading.Event) -> None:
+def _work(owner: weakref.ref[Housekept], wake: _WakeUp, closed: threading.Event) -> None:
     while not closed.is_set():
         kept = owner()
         if kept is None:

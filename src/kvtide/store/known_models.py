@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,14 +22,16 @@ from kvtide.block import Group, Kind, Layout
 from kvtide.errors import KvtideError
 from kvtide.index.keys import DEFAULT_TENANT, Model, Tenant
 
-__all__ = ["DESCRIPTION", "KnownModels", "describe", "differences", "read"]
+__all__ = ["DESCRIPTION", "KnownModels", "KnownModelsStatistics", "describe", "differences", "read"]
 
 DESCRIPTION = 16 << 10
 """The most bytes of a description. A model with a longer one is not remembered."""
 _SEAL = 32
 """Bytes before an encrypted description."""
-_OF_A_TENANT, _OF_ALL = 32, 256
-"""The most models that are remembered: the ones used last."""
+_OF_A_TENANT = 32
+"""The most models of a tenant that are remembered: the ones used last."""
+_ENTRY = 400
+"""Bytes of memory of a description, besides its own."""
 
 
 class _Description(msgspec.Struct, array_like=True):
@@ -95,17 +98,29 @@ def read(description: bytes, tenant: Tenant = DEFAULT_TENANT) -> Model | None:
         return None
 
 
-class KnownModels:
-    """Of a store. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class KnownModelsStatistics:
+    """Descriptions of models."""
 
-    def __init__(self) -> None:
+    models: int = 0
+    bytes: int = 0
+    """Memory that they take, approximately."""
+    limit: int = 0
+
+
+class KnownModels:
+    """Of a store. Thread-safe. What does not fit is forgotten: the models used longest ago first."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: the most bytes; 0 switches it off."""
+        self.limit = limit
         self._known: OrderedDict[tuple[bytes, bytes, bytes], bytes] = OrderedDict()
         """Descriptions by tenant, trust domain and namespace."""
         self._lock = threading.Lock()
 
     def note(self, tenant: bytes, domain: bytes, namespace: bytes, description: bytes) -> None:
         """A session of a tenant was opened. ``domain``: the suffix of the names of its trust domain's blocks."""
-        if not 0 < len(description) <= DESCRIPTION:
+        if not 0 < len(description) <= min(DESCRIPTION, self.limit - _ENTRY):
             return
         with self._lock:
             self._known[tenant, domain, namespace] = description
@@ -113,8 +128,11 @@ class KnownModels:
             mine = [key for key in self._known if key[:2] == (tenant, domain)]
             for key in mine[: max(0, len(mine) - _OF_A_TENANT)]:
                 del self._known[key]
-            while len(self._known) > _OF_ALL:
+            while self._nbytes() > self.limit:
                 self._known.popitem(last=False)
+
+    def _nbytes(self) -> int:
+        return sum(_ENTRY + len(description) for description in self._known.values())
 
     def of(self, tenant: bytes, domain: bytes) -> list[bytes]:
         """The descriptions of a tenant's models, the last one used first."""
@@ -126,6 +144,10 @@ class KnownModels:
         with self._lock:
             for key in [key for key in self._known if key[0] == tenant]:
                 del self._known[key]
+
+    def statistics(self) -> KnownModelsStatistics:
+        with self._lock:
+            return KnownModelsStatistics(len(self._known), self._nbytes(), self.limit)
 
 
 def differences(mine: Model, other: Model) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ from kvtide.tiers.format.record import belongs
 from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.nvme.drop_positions import DropLogPositions
 from kvtide.tiers.nvme.tier import Nvme
-from kvtide.tiers.peers.cluster import check_cluster, directory_of
+from kvtide.tiers.peers.cluster import directory_of, positions_of
 from kvtide.tiers.peers.endings import Endings
 from kvtide.tiers.peers.position import PeerPosition
 from kvtide.tiers.peers.tier import PeerTier
@@ -128,8 +128,7 @@ class Partition:
         self._quotas = quotas = quotas or TenantQuotas()
         shared_storages = list(storages(config, context.disk))
         peers = addresses_of(config.peers)
-        check_cluster(config.peers)
-        positions = config.peers.most if config.peers.directory else 0
+        positions = positions_of(config.peers)
         self.index = Index(1 + bool(config.nvme.path) + len(shared_storages) + len(peers) + positions)
         self.index.absence_log = AbsenceLog(self.index, config.explain.memory, self.clock)
         self.began_empty = True
@@ -184,12 +183,12 @@ class Partition:
             self.pending_blocks = PendingBlocks(
                 self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.nodes
             )
-            if self.nodes is not None:
-                self.nodes.forget = lambda name: self.pending_blocks.removed(name, None)
-            self.planner = Planner(self.index, [Source(c.number, c.name, c.lane.read_speed) for c in self.colds])
+            self.planner = Planner(
+                self.index, [Source(c.number, c.name, c.lane.read_speed, c.read_only) for c in self.colds]
+            )
             self._learning_thread = LearningThread(self._uses)
             self._running.callback(again_if_interrupted, self._learning_thread.close)
-            self.index.on_earlier_expiry = self._housekeeper.wake
+            self.index.on_earlier_expiry = self.index.absence_log.on_full = self._housekeeper.wake
             if context.key_ring is not None:
                 context.key_ring.on_gone(self._key_gone)  # last: it cannot be taken back
             undo.pop_all()
@@ -389,6 +388,7 @@ class Partition:
             self.colds.append(cold)
         own, lease = self.context.name, settings.lease
         nodes = NodeSearch(positions, directory, endings, own, lease, settings.directory, self.clock)
+        nodes.forget = lambda name: self.pending_blocks.removed(name, None)
         self._running.callback(again_if_interrupted, nodes.close)
         return nodes
 
@@ -457,6 +457,7 @@ class Partition:
     def tidy(self) -> float:
         """Do one slice of housekeeping; returns the seconds until the next is due. Called by the housekeeping
         thread."""
+        self.index.absence_log.write_full()
         now = self.clock.time()
         if now >= self.index.next_expiry:
             self._expire_some(now)
@@ -640,7 +641,8 @@ class Partition:
             planner = self.planner.statistics()
             counts = {str(name): n for name, n in sorted(self.pipeline.counts.items()) if n}
         # Positions for other nodes that were never needed are not worth a line.
-        colds = [c for c in self.colds if not isinstance(c.tier, PeerPosition) or c.tier.used]
+        unused = {c.name for c in self.colds if isinstance(c.tier, PeerPosition) and not c.tier.used}
+        colds = [c for c in self.colds if c.name not in unused]
         return Statistics(
             index.blocks,
             index.held,
@@ -649,7 +651,7 @@ class Partition:
             {c.name: c.lane.statistics() for c in colds},
             counts,
             self.pipeline.statistics(),
-            planner,
+            planner.without(unused),
             tenants=self._limited_tenants(),
             budgets={name: budget_thread.statistics() for name, budget_thread in self._budget_threads.items()},
             scratch=ScratchStatistics(

@@ -55,7 +55,7 @@ class RecentRequest(NamedTuple):
     """The engine's name of the request; empty if it gave none."""
     tenant: bytes
     who: Collection[int]
-    """The fingerprints of the identities that may ask about it."""
+    """Numbers of the callers that may ask about it."""
     nbytes: int
     """Bytes of memory that it keeps until the reasons are known."""
     explain: Explaining
@@ -117,7 +117,7 @@ class RecentRequests:
         self._queue: deque[int] = deque()
         """The numbers of those of which the reasons are not known yet, and of some that were forgotten."""
         self._named: dict[tuple[str, Collection[int]], int] = {}
-        """The last one of each name and identities."""
+        """The last one of each name and caller."""
         self._number = 0
         self._waiting = 0
         self._nbytes = 0
@@ -253,7 +253,7 @@ class RecentRequests:
             self._misses.update(missed)
 
     def find(self, name: str, who: Collection[int]) -> Explanation | None:
-        """The last request of that name, if a caller of these identities made it. An empty name: the last of all.
+        """The last request of that name, if a caller with these numbers made it. An empty name: the last of all.
 
         An engine may continue the name that its user knows with a number of its own, after a hyphen, or begin it with
         one. A request that has the very name goes first.

@@ -10,6 +10,7 @@ from kvtide.events import FeedStatistics
 from kvtide.index.absence_log import AbsenceStatistics
 from kvtide.index.tenant_usage import TenantUsage
 from kvtide.plan.planner import PlannerStatistics
+from kvtide.store.known_models import KnownModelsStatistics
 from kvtide.store.recent_requests import RecentStatistics
 from kvtide.store.recorder import RecorderStatistics
 from kvtide.tiers.base import TierStatistics
@@ -98,5 +99,7 @@ class Statistics:
     """Records of why blocks are absent, for ``explain``. Without those of reserved shares."""
     recent: RecentStatistics = field(default_factory=RecentStatistics)
     """Recent requests, and why their blocks were missing."""
+    known_models: KnownModelsStatistics = field(default_factory=KnownModelsStatistics)
+    """Descriptions of the models that sessions were opened for."""
     cluster: ClusterStatistics | None = None
     """The other nodes that a directory lists; None if there is no directory."""

@@ -89,7 +89,7 @@ class Store(SessionHost):
                 undo.callback(self.key_ring.close)
                 self.key_ring.start()
             undo.callback(_each, partitions, Partition.close)
-            self.known_models = KnownModels()
+            self.known_models = KnownModels(config.explain.memory // 8)
             self.recent_requests = RecentRequests(config.explain.memory // 2, self.clock)
             undo.callback(self.recent_requests.close)
             context = StoreContext(
@@ -112,7 +112,9 @@ class Store(SessionHost):
             self.index, self.dram, self.pipeline = self.main.index, self.main.dram, self.main.pipeline
             shares.clear()
             for tenant, settings in shares.reserved.items():
-                self._reserved[tenant] = Partition(settings, context)
+                share = self._reserved[tenant] = Partition(settings, context)
+                # of an earlier run, with another division, it may have had blocks elsewhere
+                share.began_empty &= self.main.began_empty
                 partitions.append(self._reserved[tenant])
             self.copier = Copier(busy=lambda: any(c.lane.write_bytes for p in partitions for c in p.colds))
             undo.callback(self.copier.close)
@@ -169,7 +171,8 @@ class Store(SessionHost):
 
     def _backend(self, model: Model, tenant: Tenant) -> Backend:
         namespace = model.namespace(tenant)
-        backend = LocalBackend(self.partition_of(tenant.tag), model.layout, namespace, tenant.tag)
+        partition, proof = self.partition_of(tenant.tag), tenant.proof
+        backend = LocalBackend(partition, model.layout, namespace, tenant.tag, proof=proof)
         if self.config.explain.memory:
             backend.first_use = functools.partial(
                 self.known_models.note, tenant.tag, b"", namespace, describe(model, tenant)
@@ -256,6 +259,7 @@ class Store(SessionHost):
             tenants=tenants,
             recorder=self.recorder.statistics() if self.recorder is not None else None,
             recent=self.recent_requests.statistics(),
+            known_models=self.known_models.statistics(),
         )
 
     def __repr__(self) -> str:

@@ -236,7 +236,7 @@ class AnyTierContract(ABC):
         def traffic(number: int) -> int:
             random, who = Random(number), shapes[number % 3]
             held: dict[BlockKey, int] = {}
-            for turn in range(12):
+            for turn in range(8):
                 names = keys(4, start=1000 * number + 4 * turn)
                 places = caller.write(names, who)
                 assert NOWHERE not in places

@@ -101,7 +101,7 @@ class SimulatedValkey:
     def _changed(place: _Place, now: int) -> None:
         place.version = max(place.version + 1, now)
 
-    def _join(self, place: _Place, name: bytes, address: bytes, lease: bytes) -> list[int]:
+    def _join(self, place: _Place, name: bytes, address: bytes, lease: bytes, least: bytes) -> list[int]:
         now, mine, taken = self._now(place), None, set()
         for epoch, about in list(place.members.items()):
             number = int.from_bytes(about[:2], "big")
@@ -113,7 +113,7 @@ class SimulatedValkey:
         number = mine or 1
         while number in taken:
             number += 1
-        epoch = place.epoch = max(place.epoch + 1, now - BASE)
+        epoch = place.epoch = max(place.epoch + 1, now - BASE, int(least))
         place.members[epoch] = number.to_bytes(2, "big") + name + address
         place.leases[epoch] = now + int(lease)
         self._changed(place, now)
@@ -152,8 +152,9 @@ class SimulatedValkey:
         return first % (PARTITIONS * BUCKETS)
 
     def _enrol(self, place: _Place, epoch: bytes) -> int:
+        new = int(epoch) not in place.roster
         place.roster.setdefault(int(epoch), 0)
-        return 1
+        return int(new)
 
     def _known(self, place: _Place, epoch: bytes) -> int:
         return place.roster.get(int(epoch), -1)
@@ -198,8 +199,7 @@ class SimulatedValkey:
         def dead(epoch: int) -> bool:
             return epoch <= int(newest) and epoch not in alive
 
-        for number in range(int(first), int(last) + 1):
-            bucket = place.buckets.get(number.to_bytes(2, "big"), {})
+        for bucket in self._between(place, first, last):
             for entry, value in list(bucket.items()):
                 epochs = _epochs(value)
                 kept = [epoch for epoch in epochs if not dead(epoch)]
@@ -209,9 +209,14 @@ class SimulatedValkey:
         return removed
 
     def _sample(self, place: _Place, first: bytes, last: bytes) -> list[int]:
-        numbers = range(int(first), int(last) + 1)
-        buckets = [place.buckets.get(number.to_bytes(2, "big"), {}) for number in numbers]
+        buckets = self._between(place, first, last)
         return [place.entries, sum(len(k) + len(v) for bucket in buckets for k, v in bucket.items())]
+
+    @staticmethod
+    def _between(place: _Place, first: bytes, last: bytes) -> list[dict[bytes, bytes]]:
+        """The buckets from the first to the last."""
+        numbers = range(int(first), int(last) + 1)
+        return [bucket for name, bucket in place.buckets.items() if int.from_bytes(name, "big") in numbers]
 
 
 def _named(items: bytes) -> list[tuple[bytes, bytes]]:

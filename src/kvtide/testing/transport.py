@@ -113,6 +113,20 @@ class TransportContract(ABC):
             mine.receive([got])
             assert bytes(got) == b"what nobody has asked for", "asking does not take it away"
 
+    def test_an_aborted_connection_is_closed(self, transport: PeerTransport, listener: PeerListener) -> None:
+        with self.pair(transport, listener) as (mine, theirs), ThreadPoolExecutor(1) as pool:
+            hangs = pool.submit(theirs.send, [aligned(64 << 20)])  # more than any buffer between the two has
+            with pytest.raises(TimeoutError):
+                hangs.result(0.05)
+            theirs.interrupt()
+            assert _fails(lambda: hangs.result(_PATIENCE))
+            theirs.abort()
+            theirs.abort()
+            assert _fails(lambda: mine.receive([aligned(64 << 20)]))
+            assert _fails(lambda: theirs.send([b"more"]))
+            mine.close()
+            mine.abort()
+
     @pytest.mark.parametrize("end", ["mine", "theirs"])
     @pytest.mark.parametrize("call", ["send", "receive"])
     def test_an_interrupt_ends_what_is_under_way(
@@ -147,6 +161,19 @@ class TransportContract(ABC):
             assert _fails(lambda: mine.receive([aligned(1 << 20)]))
             stop.set()
             slow.result(_PATIENCE)
+            watchdog.remove(mine)
+        watchdog.close()
+
+    def test_a_deadline_holds_after_a_quiet_time(self, transport: PeerTransport, listener: PeerListener) -> None:
+        watchdog = Watchdog(0.01)
+        with self.pair(transport, listener) as (mine, _):
+            watchdog.add(mine)
+            end = time.monotonic() + _PATIENCE
+            while not watchdog.sleeps:
+                assert time.monotonic() < end
+                time.sleep(0.005)
+            watchdog.limit(mine, 0.01)
+            assert _fails(lambda: mine.receive([aligned(1)]))
             watchdog.remove(mine)
         watchdog.close()
 

@@ -13,7 +13,11 @@ from kvtide.plan.write_budget import WriteBudget
 from kvtide.tiers.base import DropDone, Sync, Tier
 from kvtide.transfer.lane import Lane
 
-__all__ = ["ColdTier"]
+__all__ = ["ColdTier", "nearest"]
+
+
+_PROBE = 1 << 20
+"""Bytes by which nodes with nothing queued are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +49,14 @@ class ColdTier:
     ``Shared.withdraw``."""
     heard: Callable[[], int] = lambda: 0
     """Returns the value of ``Write.since`` for blocks that are submitted now."""
+
+
+def nearest(colds: Sequence[ColdTier]) -> Sequence[ColdTier]:
+    """The tiers in the order in which a block that several of them have is read: as given, but other nodes by the
+    seconds that they would take, with what is queued there."""
+    nodes = [cold for cold in colds if cold.read_only]
+    if len(nodes) < 2:
+        return colds
+    nodes.sort(key=lambda cold: cold.lane.read_speed.seconds(cold.lane.read_bytes + _PROBE))
+    left = iter(nodes)
+    return [next(left) if cold.read_only else cold for cold in colds]

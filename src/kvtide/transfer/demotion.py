@@ -176,15 +176,15 @@ class Demotion:
 
         ``tenant``: the number of the tenant that needs the space; 0: unknown.
         """
-        keys = self._index.keys(rows_of(rows))
+        gone = rows_of(rows)
+        keys = self._index.keys(gone)
         if rows and self._index.absence_log.on:
-            gone = rows_of(rows)
             self._index.absence_log.note(
                 gone[self._nowhere_but(cold.number, gone)], Absence.EVICTED, cold.number, cause, tenant
             )
             self._residents.displaced.update(gone[self._index.state[DRAM][gone] != ABSENT].tolist())
         if rows and self._feed.followed:
-            events.append(BlockRemoved(cold.name, keys, "evicted", self._index.identities(rows_of(rows))))
+            events.append(BlockRemoved(cold.name, keys, "evicted", self._index.identities(gone)))
         for row, key in zip(rows, keys, strict=True):
             cold.tier.evict(key, self._index.remove(row, cold.number))
             self._index.retire(row)

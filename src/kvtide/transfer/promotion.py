@@ -37,7 +37,7 @@ from kvtide.index.index import ABSENT, DRAM, NOWHERE, PENDING, SEALED, Rows, at
 from kvtide.index.lease import Lease
 from kvtide.interrupts import again_if_interrupted
 from kvtide.tiers.base import Identity, Miss, Read, ReadResult
-from kvtide.transfer.cold_tier import ColdTier
+from kvtide.transfer.cold_tier import ColdTier, nearest
 from kvtide.transfer.context import TransferContext
 from kvtide.transfer.residents import rows_of
 from kvtide.transfer.space import SpaceMaker
@@ -229,7 +229,7 @@ class Promotion:
                 away, coming = np.concatenate([away, coming[lost]]), coming[~lost]
             for row in coming.tolist():
                 self._flights[row] = (*self._flights.get(row, ()), transfer)
-        for cold in self._colds:
+        for cold in nearest(self._colds) if len(away) else ():
             mine, away = _part(away, index.state[cold.number], SEALED)
             allowed = self._space.allow(identity, len(mine), events)
             if allowed < len(mine):

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtide.counts import Count, TierCount
 from kvtide.events import BlockRemoved, Event
-from kvtide.index.absence_log import Absence, AbsenceCause
+from kvtide.index.absence_log import BY_POLICY, Absence, AbsenceCause
 from kvtide.index.index import DRAM, Rows
 from kvtide.plan.evict import Eviction, Evictor
 from kvtide.plan.quota import Quota
@@ -169,19 +169,21 @@ class SpaceMaker:
         return bool(eviction)
 
     def _by_policy(self) -> AbsenceCause:
-        return AbsenceCause(self._evictor.policy.in_charge)
+        return BY_POLICY.get(self._evictor.policy.in_charge, AbsenceCause.NONE)
 
     def _evict(self, rows: list[int], events: list[Event], cause: AbsenceCause, tenant: int = 0) -> None:
-        if rows and self._index.absence_log.on:
-            self._note_evicted(rows_of(rows), cause, tenant)
-        if rows and self._feed.followed:
-            gone = rows_of(rows)
+        if not rows:
+            return
+        gone = rows_of(rows)
+        if self._index.absence_log.on:
+            self._note_evicted(gone, cause, tenant)
+        if self._feed.followed:
             events.append(BlockRemoved("dram", self._index.keys(gone), "evicted", self._index.identities(gone)))
         if self._residents.unwritten:
             self._demotion.count_lost(rows)
         if len(rows) > _FEW:
-            self._residents.leave_many(rows_of(rows))
-            self._index.retire_many(rows_of(rows))
+            self._residents.leave_many(gone)
+            self._index.retire_many(gone)
         else:
             for row in rows:
                 self._residents.leave(row)
@@ -199,7 +201,7 @@ class SpaceMaker:
     def make_cold(self, cold: ColdTier, size: int, count: int, events: list[Event], tenant: int = 0) -> bool:
         """Evict from a colder tier so that up to ``count`` slots of ``size`` become free. ``tenant``: see ``make``."""
         assert cold.evictor is not None
-        cause = AbsenceCause(cold.evictor.policy.in_charge)
+        cause = BY_POLICY.get(cold.evictor.policy.in_charge, AbsenceCause.NONE)
         eviction = cold.evictor.victims(size, count)
         moving = [row for rows in eviction.move.values() for row in rows]
         made = self._demotion.evict(cold, eviction.leave, events, cause, tenant)

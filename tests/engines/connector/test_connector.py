@@ -158,7 +158,7 @@ def test_where_the_node_has_less_memory_a_block_is_stored_when_the_engine_has_us
 
 def test_a_preempted_request_is_resumed_from_the_store(engines: Engines) -> None:
     toy = engines(chunk=64)
-    request = Request("preempted", prompt(1))
+    request = Request("preempted", prompt(1), options=RequestOptions(explain=True))
     toy.add(request)
     while request.computed < 192:
         toy.step()
@@ -166,6 +166,9 @@ def test_a_preempted_request_is_resumed_from_the_store(engines: Engines) -> None
     toy.preempt(request)
     toy.run()
     assert request.cached >= 128
+    # of the lookup after the preemption: the first one found nothing
+    assert request.explanation is not None
+    assert request.explanation["hits"] == {"dram": request.cached // BLOCK}
     toy.flush()
     assert serve(toy, "next", prompt(1)).cached == 256
 

@@ -139,10 +139,13 @@ class RemoteBackend:
         self._client = client
         self.layout: Layout = model.layout
         groups, size = p.describe(model.layout), model.layout.block_tokens
-        self._opening = p.Open(groups, size, model.namespace(tenant), tenant.tag, describe(model, tenant))
+        namespace, about = model.namespace(tenant), describe(model, tenant)
+        self._opening = p.Open(groups, size, namespace, tenant.tag, about, tenant.proof)
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._number = 0
+        self._first_life = ""
+        """The run of the node (``Welcome.life``) at which the session was first opened."""
         self._invited: tuple[str, int] | None = None
 
     @property
@@ -183,6 +186,7 @@ class RemoteBackend:
                     link.post(p.Close(number))
                     raise
                 self._number = number
+                self._first_life = self._first_life or link.welcome.life
                 self._link = link  # assigned last: a thread that finds it reads the number without the lock
             return link, self._number
 
@@ -256,7 +260,7 @@ class RemoteBackend:
             link, session = self._session()
             if p.EXPLAIN in link.welcome.features:
                 answer = link.ask_one(p.Explain(session, names.joined, *self._wired(prefill, 0, names.blocks)))
-                return msgspec.convert(answer, Explanation)
+                return self._explanation(answer, link)
             why = Why.NOT_RECORDED
         nothing = (ExplainedBlocks(0, names.blocks, why),) if names.blocks else ()
         return Explanation(names.tokens, self.layout.block_tokens, nothing, self._client.clock.time())
@@ -266,8 +270,13 @@ class RemoteBackend:
             link, session = self._session()
             if p.EXPLAIN in link.welcome.features:
                 answer = link.ask_one(p.Explain(session, b"", request=request, past=True))
-                return None if answer is None else msgspec.convert(answer, Explanation)
+                return None if answer is None else self._explanation(answer, link)
         return None
+
+    def _explanation(self, answer: object, link: NodeLink) -> Explanation:
+        """A node without a disk does not know that it was restarted; a session that is older does."""
+        found = msgspec.convert(answer, Explanation)
+        return found if link.welcome.life == self._first_life else found.after_restart()
 
     def models(self) -> list[bytes]:
         with contextlib.suppress(NodeUnavailable):

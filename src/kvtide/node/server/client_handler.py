@@ -347,7 +347,7 @@ class ClientHandler:
         number, access = next(self._numbers), self._access
         partition = self._store.partition_of(o.tenant)
         charge = self._account.pins(partition)
-        backend = LocalBackend(partition, layout, o.namespace, o.tenant, access.domain, access.tag, charge)
+        backend = LocalBackend(partition, layout, o.namespace, o.tenant, access.domain, access.tag, charge, o.proof)
         model = ModelStatistics(o.namespace.hex(), layout.groups) if o.tenant == DEFAULT_TENANT.tag else None
         self._sessions[number] = ServerSession(backend, self._account, model)
         self._session_identities.update(backend.asker.values())

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -72,6 +72,7 @@ __all__ = [
     "Rejected",
     "belongs",
     "check_table",
+    "checksums",
     "cuts_of",
     "expire_at",
     "header_bytes",
@@ -385,7 +386,7 @@ def cuts_of(table: npt.NDArray[np.void]) -> tuple[slice, ...]:
     return tuple(map(slice, starts.tolist(), (starts + table["stored"]).tolist()))
 
 
-def _checksums(payload: Span, cuts: Iterable[slice]) -> Iterator[bytes]:
+def checksums(payload: Span, cuts: Iterable[slice]) -> Iterator[bytes]:
     """The checksums of parts of ``payload``.
 
     A block has a hundred sections or so, and these are most of the calls that moving one takes: no Python code runs
@@ -394,10 +395,10 @@ def _checksums(payload: Span, cuts: Iterable[slice]) -> Iterator[bytes]:
     return map(xxh3_128_digest, map(payload.__getitem__, cuts))
 
 
-def section_table(payload: Span, usual: PlainRecord) -> bytes:
-    """The section table of a record with that payload, stored unchanged."""
+def section_table(payload: Span, usual: PlainRecord, known: Sequence[bytes] = ()) -> bytes:
+    """The section table of a record with that payload, stored unchanged. The first checksums may be ``known``."""
     table = list(usual.table)
-    table[1::2] = _checksums(payload, usual.cuts)
+    table[1::2] = [*known, *checksums(payload, usual.cuts[len(known) :])]
     return b"".join(table)
 
 
@@ -406,10 +407,17 @@ def unchecked_table(usual: PlainRecord) -> npt.NDArray[np.void]:
     return np.frombuffer(bytearray(b"".join(part or _ZEROS for part in usual.table)), SECTION)
 
 
-def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, BlockKey, bytes, bytes, bytes]) -> bool:
+def sound(
+    page: Span,
+    payload: Span,
+    geometry: Geometry,
+    names: tuple[int, BlockKey, bytes, bytes, bytes],
+    known: Sequence[bytes] = (),
+) -> bool:
     """Whether header and payload are this block's, stored unchanged, with nothing else in the record, and verified.
 
-    ``names`` are its sequence number, key, namespace, tenant and layout. This is the fast path of ``parse``,
+    ``names`` are its sequence number, key, namespace, tenant and layout; ``known`` the checksums of the first sections,
+    if they were computed while the others were being read. This is the fast path of ``parse``,
     ``check_table`` and ``verify`` for the usual record. For any other record, and for a bad one, the result is False,
     and those functions tell why. ``page`` is the header alone.
     """
@@ -421,7 +429,7 @@ def sound(page: Span, payload: Span, geometry: Geometry, names: tuple[int, Block
     sequence, key, *rest = names
     if _NAMES.unpack_from(head, _CLEAR.size) != (sequence, 0, count, 0, key.ljust(48, b"\0"), *rest):
         return False
-    return head[TABLE : TABLE + count * SECTION.itemsize] == section_table(payload, usual)
+    return head[TABLE : TABLE + count * SECTION.itemsize] == section_table(payload, usual, known)
 
 
 def verify(header: Header, sections: range, payload: Span, geometry: Geometry | None = None) -> None:
@@ -431,7 +439,7 @@ def verify(header: Header, sections: range, payload: Span, geometry: Geometry | 
     """
     table = header.sections[sections.start : sections.stop]
     cuts = cuts_of(table) if geometry is None else plain(geometry, header.pages * ALIGN).cuts[: len(table)]
-    if b"".join(_checksums(payload, cuts)) != table["check"].tobytes():
+    if b"".join(checksums(payload, cuts)) != table["check"].tobytes():
         raise Rejected(Reason.CORRUPT_PAYLOAD)
 
 

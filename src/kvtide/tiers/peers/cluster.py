@@ -26,6 +26,7 @@ __all__ = [
     "directory_of",
     "directory_password",
     "embedded_at",
+    "positions_of",
     "with_directory",
 ]
 
@@ -70,6 +71,12 @@ def check_cluster(settings: Peers) -> None:
             "peers.directory is 'embedded', and peers.listen is not set: the directory is served at the host of "
             "peers.listen, at the next port"
         )
+
+
+def positions_of(settings: Peers) -> int:
+    """How many nodes of a directory are read from at a time; 0: there is no directory. Raises ConfigError."""
+    check_cluster(settings)
+    return settings.most if settings.directory else 0
 
 
 def announced_address(settings: Peers, listening: str) -> str:

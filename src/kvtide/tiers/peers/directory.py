@@ -47,10 +47,15 @@ from kvtide.tiers.peers.members import Member
 from kvtide.tiers.shared.valkey_client import SLOTS, Login, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
 
-__all__ = ["BlockDirectory", "Directory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
+__all__ = ["BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
 
 _SAMPLES, _SAMPLE = 4, 16
 """How many stretches of buckets of a partition are measured, and how many buckets each has."""
+
+_JOINS = 5
+"""How often an epoch is asked for, if it turns out to have been given before."""
+_AHEAD = 60_000
+"""The next one is up to so much higher: the time in milliseconds that a clock may be behind."""
 
 Marks = npt.NDArray[np.uint64]
 
@@ -134,11 +139,16 @@ class BlockDirectory:
         earlier incarnation of this node."""
         if len(name) != 16:
             raise ValueError(f"the name has {len(name)} bytes, not 16")
-        reply = self._call(scripts.JOIN, name, address.encode(), _milliseconds(lease))
-        number, epoch = (_whole(one) for one in _items(reply, 2))
-        self._run([ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions])
-        self._acknowledged = {epoch: [0] * PARTITIONS}
-        return Member(number, epoch, name, address)
+        least = 0
+        for _ in range(_JOINS):
+            reply = self._call(scripts.JOIN, name, address.encode(), _milliseconds(lease), b"%d" % least)
+            number, epoch = (_whole(one) for one in _items(reply, 2))
+            enrolled = self._run([ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions])
+            if all(_whole(new) for new in enrolled):
+                self._acknowledged = {epoch: [0] * PARTITIONS}
+                return Member(number, epoch, name, address)
+            least = epoch + secrets.randbelow(_AHEAD) + 1
+        raise OSError(errno.EAGAIN, "Valkey gives epochs that it gave before: is its clock right?")
 
     def renew(self, member: Member, lease: float) -> bool:
         """Extend the lease to ``lease`` seconds from now. False if it has ended, or if Valkey has lost something that
@@ -283,10 +293,6 @@ class BlockDirectory:
             np.array([member.epoch for member in members], np.uint64),
             np.array([member.number for member in members], np.int64),
         )
-
-
-Directory = BlockDirectory
-"""The name in the interface that was agreed on; ``tiers/nvme`` has a class of that name."""
 
 
 def open_directory(

@@ -12,7 +12,8 @@ There are two kinds of places, and each is at one server, since its keys have on
     - ``:roster``   hash: epoch -> number of the last publish, of those members that may publish here; ``entries``
 
 **Epochs** have to grow even if the server has lost its data, since a partition at another server may still have
-entries with old ones. So an epoch is the time in milliseconds, or one more than the last.
+entries with old ones. So an epoch is the time in milliseconds, or one more than the last; and if its clock was set
+back, the partitions notice that they had the epoch before.
 
 **Publishing** is numbered: a message that was delayed or doubled by the network is ignored, if a later one was run. A
 server that lost data, or a replica that took over and had not heard everything, has a lower number than it should, or
@@ -25,7 +26,7 @@ entries fit.
 
 from __future__ import annotations
 
-from kvtide.tiers.shared.valkey_scripts import Script
+from kvtide.tiers.shared.valkey_scripts import HashLookup, Script
 
 __all__ = [
     "BASE",
@@ -102,7 +103,7 @@ local number = mine or 1
 while taken[number] do number = number + 1 end
 if number > 65535 then return redis.error_reply('FULL too many members') end
 local last = tonumber(redis.call('HGET', base .. ':state', 'epoch') or '0')
-local epoch = math.max(last + 1, now - {BASE})
+local epoch = math.max(last + 1, now - {BASE}, tonumber(ARGV[4]))
 redis.call('HSET', base .. ':state', 'epoch', text(epoch))
 local value = string.char(math.floor(number / 256), number % 256) .. name .. address
 redis.call('HSET', base .. ':members', text(epoch), value)
@@ -111,8 +112,8 @@ changed()
 return {{number, epoch}}
 """,
 )
-"""Arguments: name, address, lease in milliseconds. Returns number and epoch. Other members with that name or address
-are members no more: they are earlier incarnations."""
+"""Arguments: name, address, lease in milliseconds, the least epoch. Returns number and epoch. Other members with that
+name or address are members no more: they are earlier incarnations."""
 
 RENEW = Script(
     "renew",
@@ -167,12 +168,12 @@ return first % {PARTITIONS * BUCKETS}
 ENROL = Script(
     "enrol",
     f"""
-redis.call('HSETNX', KEYS[1] .. ':roster', ARGV[1], '0')
+local new = redis.call('HSETNX', KEYS[1] .. ':roster', ARGV[1], '0')
 redis.call('PEXPIRE', KEYS[1] .. ':roster', {TTL})
-return 1
+return new
 """,
 )
-"""Argument: epoch. The member may publish in this partition."""
+"""Argument: epoch. The member may publish in this partition. Returns whether nobody had that epoch before."""
 
 KNOWN = Script(
     "known",
@@ -183,23 +184,7 @@ return tonumber(redis.call('HGET', KEYS[1] .. ':roster', ARGV[1]) or '-1')
 )
 """Argument: epoch. Returns the number of its last publish in this partition; -1 if it may not publish."""
 
-LOOKUP = Script(
-    "lookup",
-    f"""
-local base, items, counts, found = KEYS[1], ARGV[1], {{}}, {{}}
-local call, sub, char = redis.call, string.sub, string.char
-for i = 1, #items, {ITEM} do
-  local value = call('HGET', base .. sub(items, i, i + 1), sub(items, i + 2, i + {ITEM - 1}))
-  if value then
-    counts[#counts + 1] = char(#value / {EPOCH})
-    found[#found + 1] = value
-  else
-    counts[#counts + 1] = '\\0'
-  end
-end
-return table.concat(counts) .. table.concat(found)
-""",
-)
+LOOKUP = HashLookup("lookup", 2, FIELD, EPOCH)
 """Argument: items. Returns a byte for each, its number of holders, and then all their epochs."""
 
 PUBLISH = Script(

@@ -1,7 +1,8 @@
 """An asker's connection to another node: made when it is first needed, and again after it failed.
 
-A link is used by one thread. Each request has one deadline for everything, connecting included (only the resolver of
-host names has none); a ``Watchdog`` keeps it. A lookup's deadline is short, because a prompt waits for it. Whatever
+A link is used by one thread. Each lookup, and the requests of each read together, have one deadline for everything,
+connecting included (only the resolver of host names has none); a ``Watchdog`` keeps it. A lookup's deadline is short,
+because a prompt waits for it; that of a read grows with the bytes that arrive (``SLOWEST``). Whatever
 fails (a deadline, a closed connection, an answer that breaks the protocol) closes the connection, because what comes
 next on it could be the rest of an answer to something else."""
 
@@ -12,8 +13,11 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.errors import ConfigError
@@ -26,6 +30,7 @@ from kvtide.tiers.peers.protocol import (
     PART,
     REPLY,
     REQUEST,
+    SLOWEST,
     LocatedBlocks,
     Operation,
     PeerViolation,
@@ -39,12 +44,16 @@ from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 
-__all__ = ["LOOKUP", "PeerLink", "WantedBlock"]
+__all__ = ["LOOKUP", "Arrival", "PeerLink", "WantedBlock"]
 
 LOOKUP = 0.5
 """Seconds that a lookup may take at most, connecting included."""
 _LARGEST = 1 << 20
 """The most bytes of an answer besides records."""
+_AHEAD = 1
+"""Requests that are sent before the answer to the one before them is read."""
+_PIECE = 8 << 20
+"""Bytes that are received at a time, of one block or several. While they are verified, the kernel receives more."""
 
 
 class WantedBlock(NamedTuple):
@@ -57,6 +66,37 @@ class WantedBlock(NamedTuple):
     """As long as the header of its record."""
     payload: Span
     """As long as the sections."""
+
+
+class Arrival(NamedTuple):
+    """What has arrived of a block, the one of that number among those that were wanted."""
+
+    number: int
+    presence: Presence
+    nbytes: int
+    """Bytes of its sections, from the first on."""
+
+
+class _Allowance:
+    """The deadline of a read: it has a timeout, and a moment more for each piece that the other node has begun to send.
+    So a large block may arrive over a slow connection, and a node that hangs costs the timeout, whatever was asked."""
+
+    def __init__(self, watchdog: Watchdog, connection: PeerConnection, timeout: float) -> None:
+        self._watchdog = watchdog
+        self._connection = connection
+        self._end = time.monotonic() + timeout
+
+    def more(self, nbytes: int) -> None:
+        """So many bytes more are received now."""
+        self._end += nbytes / SLOWEST
+        self._watchdog.limit(self._connection, self._end - time.monotonic())
+
+
+def _body(identity: Identity, blocks: Sequence[WantedBlock]) -> bytes:
+    return pack_identity(identity) + b"".join(
+        ITEM.pack(block.key[:DIGEST], *((0, ALL) if (s := block.sections) is None else (s.start, len(s))))
+        for block in blocks
+    )
 
 
 class PeerLink:
@@ -103,38 +143,80 @@ class PeerLink:
     def locate(self, identity: Identity, keys: Sequence[BlockKey]) -> LocatedBlocks:
         """Ask which blocks of an identity are there. Raises OSError."""
         with self._request(min(LOOKUP, self._timeout)) as connection:
-            body = pack_identity(identity) + b"".join([key[:DIGEST] for key in keys])
-            size = self._ask(connection, Operation.LOCATE, len(keys), body)
+            whole = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+            body = pack_identity(identity) + whole[:, :DIGEST].tobytes()
+            size = self._answer(
+                connection, Operation.LOCATE, len(keys), self._ask(connection, Operation.LOCATE, len(keys), body)
+            )
             return parse_located(memoryview(received(connection, size)), len(keys))
 
-    def read(self, identity: Identity, blocks: Sequence[WantedBlock]) -> list[Presence]:
-        """Read blocks of an identity; of those with a HIT header and payload are filled, but not yet verified. Raises
-        OSError: then what is filled is not known."""
+    def read(self, identity: Identity, requests: Iterable[Sequence[WantedBlock]]) -> Generator[Arrival, None, None]:
+        """Read blocks of an identity, with a request for each sequence of them. Says of each block, in their order,
+        what has arrived: of one with a HIT the header, and so many bytes of its sections, not yet verified. Raises
+        OSError.
+
+        While the caller verifies what has arrived, the next bytes are on their way: the kernel receives them, and the
+        next request is sent before the answer to the one before is read. Close the iterator if it is not exhausted.
+        """
         with self._request(self._timeout) as connection:
-            items = b"".join(
-                ITEM.pack(block.key[:DIGEST], *((0, ALL) if (s := block.sections) is None else (s.start, len(s))))
-                for block in blocks
-            )
-            size = self._ask(connection, Operation.READ, len(blocks), pack_identity(identity) + items)
-            if size != len(blocks) * PART.size:
+            allowed = _Allowance(self._watchdog, connection, self._timeout)
+            asked: deque[tuple[int, int, Sequence[WantedBlock]]] = deque()
+            first = 0
+            for blocks in requests:
+                asked.append(
+                    (self._ask(connection, Operation.READ, len(blocks), _body(identity, blocks)), first, blocks)
+                )
+                first += len(blocks)
+                if len(asked) > _AHEAD:
+                    yield from self._arrivals(connection, allowed, *asked.popleft())
+            while asked:
+                yield from self._arrivals(connection, allowed, *asked.popleft())
+
+    def _arrivals(
+        self, connection: PeerConnection, allowed: _Allowance, request: int, first: int, blocks: Sequence[WantedBlock]
+    ) -> Iterator[Arrival]:
+        """Receive the answer to a request, whose blocks are numbered from ``first`` on."""
+        size = self._answer(connection, Operation.READ, len(blocks), request)
+        if size != len(blocks) * PART.size:
+            raise PeerViolation(Violation.GARBAGE)
+        parts = list(PART.iter_unpack(received(connection, size)))
+        for block, (presence, header, payload) in zip(blocks, parts, strict=True):
+            expected = (len(block.header), len(block.payload)) if presence == Presence.HIT else (0, 0)
+            if presence > Presence.BUSY or (header, payload) != expected:
                 raise PeerViolation(Violation.GARBAGE)
-            parts = list(PART.iter_unpack(received(connection, size)))
-            into: list[Span] = []
-            for block, (presence, header, payload) in zip(blocks, parts, strict=True):
-                expected = (len(block.header), len(block.payload)) if presence == Presence.HIT else (0, 0)
-                if presence > Presence.BUSY or (header, payload) != expected:
-                    raise PeerViolation(Violation.GARBAGE)
-                if presence == Presence.HIT:
-                    into += (block.header, block.payload)
-            connection.receive(into)
-            return [Presence(presence) for presence, _, _ in parts]
+        into: list[Span] = []
+        arrived: list[Arrival] = []
+        """What will have arrived when ``into`` is filled."""
+        size = 0
+        for number, (block, (presence, _, nbytes)) in enumerate(zip(blocks, parts, strict=True), first):
+            if presence != Presence.HIT:
+                arrived.append(Arrival(number, Presence(presence), 0))
+                continue
+            into.append(block.header)
+            for start in range(0, nbytes, _PIECE):
+                piece = block.payload[start : start + _PIECE]
+                if size + len(piece) > _PIECE:
+                    allowed.more(size)
+                    connection.receive(into)
+                    yield from arrived
+                    into, arrived, size = [], [], 0
+                into.append(piece)
+                arrived.append(Arrival(number, Presence.HIT, start + len(piece)))
+                size += len(piece)
+        allowed.more(size)
+        connection.receive(into)
+        yield from arrived
 
     def _ask(self, connection: PeerConnection, operation: Operation, items: int, body: bytes) -> int:
-        """Send a request; returns the number of bytes that follow the head of its answer."""
+        """Send a request; returns its number."""
         self._number += 1
         connection.send([REQUEST.pack(operation, 0, items, len(body), self._number) + body])
+        return self._number
+
+    def _answer(self, connection: PeerConnection, operation: Operation, items: int, request: int) -> int:
+        """Receive the head of the answer to a request; returns the number of bytes that follow it."""
         kind, _, count, size, number = REPLY.unpack(received(connection, REPLY.size))
-        if number != self._number:
+        if number != request:
             raise PeerViolation(Violation.REPLAYED)
         if kind != operation or count != items or size > _LARGEST:
             raise PeerViolation(Violation.GARBAGE)
@@ -152,8 +234,9 @@ class PeerLink:
                 yield connection
                 connection.due = math.inf
             except BaseException as e:
+                due = end if self._connection is None else self._connection.due
                 self._drop()
-                late = isinstance(e, TimeoutError) or time.monotonic() >= end
+                late = isinstance(e, TimeoutError) or time.monotonic() >= due
                 if late and isinstance(e, OSError) and not isinstance(e, PeerViolation):
                     raise TimeoutError(errno.ETIMEDOUT, "the node does not answer") from e
                 raise

@@ -38,12 +38,14 @@ __all__ = [
     "IDENTITY",
     "ITEM",
     "LARGEST_BODY",
+    "MOST_CREDIT",
     "NEWEST",
     "OLDEST",
     "PART",
     "PROOF",
     "REPLY",
     "REQUEST",
+    "SLOWEST",
     "WELCOME",
     "Hello",
     "LocatedBlocks",
@@ -84,9 +86,13 @@ ITEM = struct.Struct(f"<{DIGEST}sII")
 PART = struct.Struct("<B3xIQ")
 """Of READ: presence, bytes of the header, bytes of the sections that follow."""
 ALL = 0xFFFFFFFF
-_KEYS, _BLOCKS, _BYTES = 1024, 64, 8 << 20
+_KEYS, _BLOCKS, _BYTES, _MOST_BYTES = 1024, 64, 8 << 20, 32 << 20
 LARGEST_BODY = IDENTITY.size + _KEYS * max(DIGEST, ITEM.size)
 """The most bytes that may follow a request."""
+
+
+SLOWEST = 16 << 20
+"""Bytes per second that an answer may take: its deadline is a second later for each so many bytes."""
 
 
 class Operation(IntEnum):
@@ -126,11 +132,15 @@ class PeerViolation(OSError):  # noqa: N818 - a verdict
 
 
 class RequestCredit(NamedTuple):
-    """What one request may ask for."""
+    """What one request may ask for; by default, what a server grants at least."""
 
     keys: int = _KEYS
     blocks: int = _BLOCKS
     nbytes: int = _BYTES
+
+
+MOST_CREDIT = RequestCredit(nbytes=_MOST_BYTES)
+"""What an asker uses at most, whatever a server grants."""
 
 
 class Hello(NamedTuple):
@@ -173,8 +183,7 @@ class Welcome(NamedTuple):
         magic, version, _, features, nonce, node, keys, blocks, nbytes, proof = WELCOME.unpack(data)
         if magic != MAGIC or not (keys and blocks and nbytes):
             raise PeerViolation(Violation.GARBAGE)
-        # What a server grants beyond what this side knows is not used.
-        credit = RequestCredit(min(keys, _KEYS), min(blocks, _BLOCKS), min(nbytes, _BYTES))
+        credit = RequestCredit(*map(min, (keys, blocks, nbytes), MOST_CREDIT))
         return cls(version, features, nonce, node, credit, proof)
 
 
@@ -220,6 +229,8 @@ class LocatedBlocks:
     priorities: npt.NDArray[np.int8]
 
 
+_HIT = bytes([Presence.HIT])
+_KNOWN = bytes(Presence)
 _EACH = 8 + 4 + DIGEST + 1
 """Bytes of the columns for each block that is there."""
 
@@ -238,10 +249,11 @@ def pack_located(found: LocatedBlocks) -> bytes:
 
 def parse_located(data: memoryview | bytes, count: int) -> LocatedBlocks:
     """The answer for ``count`` blocks. Raises PeerViolation."""
-    presence = np.frombuffer(data[:count], np.uint8)
-    hits = int(np.count_nonzero(presence == Presence.HIT))
-    if len(data) != count + hits * _EACH or (presence > Presence.BUSY).any():
+    said = bytes(data[:count])
+    hits = said.count(_HIT)
+    if len(data) != count + hits * _EACH or said.strip(_KNOWN):
         raise PeerViolation(Violation.GARBAGE)
+    presence = np.frombuffer(said, np.uint8)
     at = [count + hits * n for n in (0, 8, 12, 12 + DIGEST, _EACH)]
     expiries = np.frombuffer(data[at[0] : at[1]], "<f8")
     if np.isnan(expiries).any():

@@ -15,6 +15,7 @@ import math
 import os
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,8 @@ from kvtide.tiers.peers.transport import PeerConnection, PeerListener
 __all__ = ["Tcp", "TlsContexts", "split"]
 
 _BACKLOG = 64
+_AT_ONCE = struct.pack("ii", 1, 0)
+"""To linger for no time: the system resets the connection, and discards what it has not sent."""
 _SMALL = 16 << 10
 """With TLS, parts up to this size are joined: each call makes at least one record."""
 _ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -131,6 +134,11 @@ class _Connection:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self._sock.close()
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):  # closed already
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         self._sock.close()
 
     def forked(self) -> None:

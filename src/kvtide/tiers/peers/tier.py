@@ -1,7 +1,8 @@
 """Another node as a tier: its blocks are looked up and read, and nothing is written to it or removed from it.
 
-A read asks for several blocks in one request, and receives each directly into its slot. The other node sends records,
-and here key, owner, layout and every checksum are verified before a block counts as read, exactly as from a disk.
+A read asks for several blocks in one request, sends the next request before it reads the answer, and receives each
+block directly into its slot. The other node sends records, and here key, owner, layout and every checksum are verified
+before a block counts as read, exactly as from a disk.
 
 The other node may drop, evict or lose any block at any time: then it is a miss. A node that does not answer costs those
 who wait for it one deadline, a short one for lookups; after that it is left alone (``availability.py``), and everything
@@ -21,7 +22,9 @@ import errno
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
@@ -48,11 +51,11 @@ from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_f
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
-from kvtide.tiers.format.record import FLAG_SEALED, Rejected
+from kvtide.tiers.format.record import FLAG_SEALED, Rejected, checksums, plain, sound
 from kvtide.tiers.peers.availability import Availability, OtherNode
 from kvtide.tiers.peers.endings import REMEMBERED, Endings
 from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
-from kvtide.tiers.peers.protocol import LocatedBlocks, Presence, RequestCredit
+from kvtide.tiers.peers.protocol import SLOWEST, LocatedBlocks, Presence
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from kvtide.tiers.shared.io_jobs import Batch, Jobs
@@ -63,10 +66,17 @@ _SEQUENCE = 0
 """The sequence number of every record that a node sends."""
 _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
+_JOB = 64 << 20
+"""Bytes that a connection reads for a batch at a time, in several requests."""
 _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
 _CODEC = slice(144, 146)
 """Where a record's header names its codec; 0: stored unchanged."""
+
+
+_HIT = int(Presence.HIT)
+_FOUND: Callable[[tuple[object, ...]], FoundBlock] = functools.partial(tuple.__new__, FoundBlock)
+"""Makes the entry of a block from its fields, without a call of Python code: a lookup makes hundreds."""
 
 
 class _Worker:
@@ -149,9 +159,10 @@ class PeerTier:
             self.late([item.key for item in items])
 
         self.greet()
-        credit = self._workers[1].link.credit
-        most = max(1, min(credit.blocks, credit.nbytes // max([1, *(len(item.span) for item in batch)])))
-        self._reading.submit(Batch("read", batch, self._read, size_for(OSError()), finish, late), most)
+        sizes = [len(item.span) for item in batch]
+        most = max(2, _JOB // max([1, *sizes]))
+        job = Batch("read", batch, self._read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
+        self._reading.submit(job, most)
 
     def write(self, batch: Sequence[Write], done: WriteDone) -> None:
         """Nothing is ever written."""
@@ -247,6 +258,7 @@ class PeerTier:
                 self._availability.greeted()
             else:
                 self._counters.failed("greet", e)
+                self.replaced |= isinstance(e, OtherNode)
                 self._availability.failed(e, trial=True)
 
         if self._availability.try_again():
@@ -271,10 +283,13 @@ class PeerTier:
         found: list[FoundBlock | None] = [None] * len(options)
         start = 0
         # Blocks of one identity follow each other. A prompt that waited behind one whose lookup failed does not ask.
+        every, whose = [key for key, _ in options], [who for _, who in options]
         while start < len(options) and not self.away:
-            who = options[start][1]
-            stop = start + worker.link.credit.keys
-            keys = [key for key, _ in itertools.takewhile(functools.partial(_is_of, who), options[start:stop])]
+            who = whose[start]
+            count = min(worker.link.credit.keys, len(options) - start)
+            if whose.count(who) < len(options):
+                count = sum(1 for _ in itertools.takewhile(who.__eq__, whose[start : start + count]))
+            keys = every[start : start + count]
             try:
                 self._check(who)
                 located = worker.link.locate(who, keys)
@@ -283,25 +298,29 @@ class PeerTier:
             except Exception as e:  # noqa: BLE001 - see TierCounters
                 self._failed("find", e, len(keys))
             start += len(keys)
-        if None in found and not self.away:
-            self._miss([key for (key, _), one in zip(options, found, strict=True) if one is None])
+        if not self.away and (missing := found.count(None)):
+            some = missing < len(found)
+            self._miss([key for key, one in zip(every, found, strict=True) if one is None] if some else every)
         return [found]
 
     def _enter(
         self, found: list[FoundBlock | None], start: int, keys: Sequence[BlockKey], located: LocatedBlocks
     ) -> None:
         """Enter what the node says of these blocks into the results, from ``start`` on."""
-        hits = np.flatnonzero(located.presence == Presence.HIT).tolist()
+        hits = np.flatnonzero(located.presence == _HIT).tolist()
+        if not hits:
+            return
         mine = keys if len(hits) == len(keys) else [keys[i] for i in hits]
         now = self._clock.time()  # of this host: for a node whose clock is behind the blocks may be valid still
-        columns = (
+        columns = zip(
             _places(mine),
-            [located.parents[i : i + DIGEST] for i in range(0, len(located.parents), DIGEST)],
+            struct.unpack(f"{DIGEST}s" * len(hits), located.parents),
             located.depths.tolist(),
             located.expiries.tolist(),
             located.priorities.tolist(),
+            strict=True,
         )
-        blocks = map(FoundBlock, *columns)
+        blocks: Iterator[FoundBlock] = map(_FOUND, columns)
         if not self.endings and len(hits) == len(keys) and (located.expiries > now).all():
             found[start : start + len(keys)] = blocks
             return
@@ -317,73 +336,72 @@ class PeerTier:
         for i, item in enumerate(run):
             wanted.setdefault(item.identity, []).append(i)
         for who, numbers in wanted.items():
+            left = set(numbers)
             try:
                 if self.away:
                     raise OSError(errno.EHOSTDOWN, "the node is away")
                 self._check(who)
-                for some in self._within(worker.link.credit, [(i, len(run[i].span)) for i in numbers]):
-                    for i, size in zip(some, self._read_some([run[i] for i in some], worker), strict=True):
-                        sizes[i] = size
+                for i, size in self._read_some(run, numbers, worker):
+                    sizes[i] = size
+                    left.remove(i)
             except Exception as e:  # noqa: BLE001 - see TierCounters
-                self._failed("read", e, len(numbers))
-                for i in numbers:
+                self._failed("read", e, len(left))
+                for i in left:
                     sizes[i] = size_for(e)
         return sizes
 
-    @staticmethod
-    def _within(credit: RequestCredit, items: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-        """Divide items, of that many bytes each, into requests."""
-        some: list[int] = []
-        nbytes = 0
-        for number, size in items:
-            if some and (len(some) == credit.blocks or nbytes + size > credit.nbytes):
-                yield some
-                some, nbytes = [], 0
-            some.append(number)
-            nbytes += size
-        if some:
-            yield some
-
-    def _read_some(self, items: Sequence[Read], worker: _Worker) -> list[int]:
-        """Read blocks of one identity with one request. Raises OSError."""
-        first = usual_header(items[0])
-        pages = worker.packer.header.get(first * len(items))
-        starts = [pages[i : i + first] for i in range(0, first * len(items), first)]
-        geometry = items[0].identity.geometry
-        wanted: list[WantedBlock] = []
-        good: list[int] = []
-        sizes = [0] * len(items)
+    def _read_some(self, run: Sequence[Read], numbers: Sequence[int], worker: _Worker) -> Iterator[tuple[int, int]]:
+        """Read those blocks of ``run``, all of one identity. Says of each, when that is known, what ``_read`` returns.
+        Raises OSError."""
+        first = usual_header(run[numbers[0]])
+        pages = worker.packer.header.get(first * len(numbers))
+        wanted: list[tuple[int, WantedBlock]] = []
         now = self._clock.time()
-        for i, (item, start) in enumerate(zip(items, starts, strict=True)):
+        for n, i in enumerate(numbers):
+            item = run[i]
             if self.endings.of(item.key) <= now or not item.wanted:
                 self._counters.failed("read", Rejected(Reason.GONE))
+                yield i, 0
                 continue
-            payload = item.span[: len(item.wanted) * geometry.stride]
-            wanted.append(WantedBlock(item.key, item.sections, start, payload))
-            good.append(i)
+            payload = item.span[: len(item.wanted) * item.identity.geometry.stride]
+            start = pages[n * first : (n + 1) * first]
+            wanted.append((i, WantedBlock(item.key, item.sections, start, payload)))
         if not wanted:
-            return sizes
-        answers = worker.link.read(items[0].identity, wanted)
-        self._availability.answered()
-        for i, block, presence in zip(good, wanted, answers, strict=True):
-            try:
-                if presence is Presence.BUSY:
-                    raise OSError(errno.EBUSY, "the node is busy")
-                if presence is Presence.MISS:
-                    raise Rejected(Reason.GONE)
-                sizes[i] = self._verified(items[i], block, worker.packer)
-            except Exception as e:  # noqa: BLE001 - see TierCounters
-                self._counters.failed("read", e)
-                if isinstance(e, Rejected):
-                    self._miss([items[i].key])
-                sizes[i] = size_for(e)
-        return sizes
+            return
+        known: list[bytes] = []
+        """The checksums of sections of the block that is arriving."""
+        requests = _within(worker.link, [block for _, block in wanted])
+        with closing(worker.link.read(run[numbers[0]].identity, requests)) as arrivals:
+            for number, presence, nbytes in arrivals:
+                self._availability.answered()
+                i, block = wanted[number]
+                if nbytes < len(block.payload) and presence is Presence.HIT:
+                    if run[i].sections is None:
+                        _verify_more(run[i], block, nbytes, known)
+                    continue
+                try:
+                    if presence is Presence.BUSY:
+                        raise OSError(errno.EBUSY, "the node is busy")
+                    if presence is Presence.MISS:
+                        raise Rejected(Reason.GONE)
+                    size = self._verified(run[i], block, worker.packer, known)
+                except Exception as e:  # noqa: BLE001 - see TierCounters
+                    self._counters.failed("read", e)
+                    if isinstance(e, Rejected):
+                        self._miss([run[i].key])
+                    size = size_for(e)
+                known.clear()
+                yield i, size
 
-    def _verified(self, item: Read, block: WantedBlock, packer: Packer) -> int:
-        """Check a record; returns its bytes. Raises Rejected."""
+    def _verified(self, item: Read, block: WantedBlock, packer: Packer, known: Sequence[bytes]) -> int:
+        """Check a record; returns its bytes. Raises Rejected. The checksums of its first sections may be ``known``."""
         start, payload = block.header, block.payload
         if start[12] & FLAG_SEALED or bytes(start[_CODEC]) != b"\0\0":
             raise Rejected(Reason.CORRUPT_HEADER)  # a node sends blocks as they are
+        names = item.identity
+        expected = _SEQUENCE, item.key, names.namespace, names.tenant, names.layout
+        if item.sections is None and sound(start, payload, names.geometry, expected, known):
+            return len(payload)
 
         def fetch(into: Sequence[Span], offset: int) -> int:
             # The sections that were wanted have arrived already, where they are wanted; nothing else has.
@@ -407,12 +425,32 @@ class PeerTier:
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
 
 
-def _is_of(who: Identity, wish: Wish) -> bool:
-    return wish[1] is who
+def _within(link: PeerLink, blocks: Sequence[WantedBlock]) -> Iterator[list[WantedBlock]]:
+    """Divide blocks into requests, each within the credit that the other node grants when it is connected."""
+    some: list[WantedBlock] = []
+    nbytes = 0
+    for block in blocks:
+        size = len(block.payload)
+        if some and (len(some) == link.credit.blocks or nbytes + size > link.credit.nbytes):
+            yield some
+            some, nbytes = [], 0
+        some.append(block)
+        nbytes += size
+    if some:
+        yield some
+
+
+def _verify_more(item: Read, block: WantedBlock, nbytes: int, known: list[bytes]) -> None:
+    """Compute the checksums of further sections of a whole block, of which so many bytes have arrived. The rest of the
+    block is on its way meanwhile."""
+    geometry = item.identity.geometry
+    cuts = plain(geometry, len(block.header)).cuts
+    known += checksums(block.payload, cuts[len(known) : nbytes // geometry.stride])
 
 
 def _places(keys: Sequence[BlockKey]) -> list[int]:
     """The places of blocks: for a key the same number always, which means only that the block was found once."""
-    starts = np.frombuffer(b"".join([key[:8] for key in keys]), "<i8")
+    whole = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)  # keys of one group are equally long
+    starts = np.ascontiguousarray(whole[:, :8]).view("<i8").ravel()
     places: list[int] = (starts & np.iinfo(np.int64).max).tolist()
     return places

@@ -53,6 +53,9 @@ class PeerConnection(Protocol):
     def close(self) -> None:
         """Release all resources. May be repeated."""
 
+    def abort(self) -> None:
+        """``close``, and discard what was sent and has not left this host, as far as the system can."""
+
     def forked(self) -> None:
         """In a forked child: close its copy, without a message to the other end."""
 

@@ -34,6 +34,8 @@ __all__ = ["PeerTrust", "addresses_of", "proof"]
 
 _SHORTEST = 32
 """Minimum number of bytes of the secret: an answer to an asker that knows nothing lets it try secrets."""
+_MOST = 16
+"""Addresses of other nodes: every prompt that is new asks all of them, and each takes threads and connections."""
 _BOTH = (
     "set peers.token_file (a file with a secret that all nodes have: openssl rand -hex 32), or peers.certificate, "
     "peers.authority and peers.names (mutual TLS)"
@@ -48,6 +50,11 @@ def addresses_of(settings: Peers) -> list[str]:
             split(address)
         except ValueError as e:
             raise ConfigError(f"peers.addresses: {e}") from e
+    if len(found) > _MOST:
+        raise ConfigError(
+            f"peers.addresses names {len(found)} nodes, and a node asks at most {_MOST}: every prompt that is new asks "
+            "all of them. Name fewer, or let the nodes use storage that all of them share (files, objects, valkey)"
+        )
     return found
 
 

@@ -1,8 +1,9 @@
 """Interrupts connections whose deadline has passed.
 
 A blocked ``recv`` or ``send`` has no total timeout: one byte a second keeps it going. So one thread looks at all
-connections ``_LOOKS`` times in a timeout, and interrupts those that are overdue. While no connection has a deadline, it
-sleeps.
+connections ``_LOOKS`` times in a timeout, and interrupts those that are overdue. When no connection had a deadline for
+a while, it sleeps until one has. Not at once, because to wake a thread for each request would take longer than most of
+what a lookup does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from kvtide.tiers.peers.transport import PeerConnection
 __all__ = ["Watchdog"]
 
 _LOOKS = 16
+_QUIET = 64
+"""So many times in a row no connection has a deadline before the thread sleeps."""
 
 
 class Watchdog:
@@ -25,7 +28,8 @@ class Watchdog:
         self._pause = timeout / _LOOKS
         self._connections: set[PeerConnection] = set()
         self._changed = threading.Condition()
-        self._sleeps = False
+        self.sleeps = False
+        """Whether no connection has had a deadline for a while, so that nothing is looked at."""
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="kvtide-peers-watch", daemon=True)
         self._thread.start()
@@ -44,7 +48,7 @@ class Watchdog:
         """Interrupt a connection that is added, unless it gets another deadline within that many seconds."""
         connection.due = time.monotonic() + seconds
         # The thread says that it sleeps before it looks at the deadlines for the last time, so one of both sees it.
-        if self._sleeps:
+        if self.sleeps:
             with self._changed:
                 self._changed.notify()
 
@@ -55,13 +59,16 @@ class Watchdog:
             connection.interrupt()
 
     def _watch(self) -> None:
+        quiet = 0
         while not self._closed:
             with self._changed:
-                self._sleeps = True
+                self.sleeps = quiet >= _QUIET
                 idle = all(connection.due == math.inf for connection in self._connections)
+                quiet = quiet + 1 if idle else 0
+                self.sleeps = self.sleeps and idle
                 if not self._closed:
-                    self._changed.wait(None if idle else self._pause)
-                self._sleeps = False
+                    self._changed.wait(None if self.sleeps else self._pause)
+                self.sleeps = False
                 now = time.monotonic()
                 overdue = [connection for connection in self._connections if connection.due <= now]
             for connection in overdue:

@@ -31,6 +31,8 @@ _RUN = 16
 """The maximum number of items of a job."""
 _LOOKS = 8
 """How often a job is checked during its timeout."""
+_QUIET = 16
+"""So many times in a row there is no job before the watcher sleeps."""
 _FEW = 64
 """Items of a trickle that are processed at a time."""
 
@@ -50,12 +52,15 @@ class Batch(Generic[T, R, W]):
         failed: R,
         done: Callable[[list[R]], None],
         late: Callable[[Sequence[T]], None] | None = None,
+        longer: float = 0.0,
     ) -> None:
+        """It may take ``longer`` seconds more than other batches."""
         self.verb = verb
         self.items = items
         self.run = run
         self.failed = failed
         self.late = late
+        self.longer = longer
         self._done = done
         self._results: list[list[R] | None] = []
         self._left = 0
@@ -115,6 +120,9 @@ class Jobs(Generic[W]):
         self._open: set[Job[Any, Any, W]] = set()
         """Jobs that are queued or running."""
         self._late = 0
+        self._idle = False
+        """Whether the watcher sleeps until there is a job: after a while without any, because to wake it for each job
+        would take longer than a short one."""
         self._rest = 0.0
         self._closed = False
         self._threads = [
@@ -137,12 +145,13 @@ class Jobs(Generic[W]):
     def submit(self, batch: Batch[Any, Any, W], most: int = _RUN) -> None:
         """Run a batch, in jobs of at most ``most`` items."""
         size = max(1, min(most, _RUN, -(-len(batch.items) // len(self._threads))))
-        jobs = batch.cut(size, self._clock.monotonic() + self._timeout)
+        jobs = batch.cut(size, self._clock.monotonic() + self._timeout + batch.longer)
         with self._changed:
             refused = self.hangs or self._closed
             if not refused:
                 self._open.update(jobs)
-                self._changed.notify()
+                if self._idle:
+                    self._changed.notify()
         for job in jobs:
             if refused:
                 self._give_up(job)
@@ -162,7 +171,7 @@ class Jobs(Generic[W]):
             with self._changed:
                 if job not in self._open:
                     continue  # it failed before it started
-                job.started, job.due = True, self._clock.monotonic() + self._timeout
+                job.started, job.due = True, self._clock.monotonic() + self._timeout + job.batch.longer
             results = job.batch.run(job.items, worker)
             with self._changed:
                 self._open.discard(job)
@@ -173,12 +182,17 @@ class Jobs(Generic[W]):
             del job  # else the spans of the last job stay alive until the next one
 
     def _watch(self) -> None:
+        quiet = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._open or self._closed)
+                self._idle = quiet >= _QUIET
+                if self._idle:
+                    self._changed.wait_for(lambda: self._open or self._closed)
+                    self._idle = False
                 if self._closed:
                     return
                 self._changed.wait(self._timeout / _LOOKS)
+                quiet = 0 if self._open else quiet + 1
                 now = self._clock.monotonic()
                 over = [job for job in self._open if job.due <= now and not job.late]
                 hanging = [job for job in over if job.started]

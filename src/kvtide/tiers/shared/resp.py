@@ -96,6 +96,34 @@ class ValkeyConnection:
             return [self.reply(end) for _ in range(number)]
         raise _nonsense()
 
+    def values(self, count: int, end: float) -> list[bytes] | ValkeyRefused:
+        """The next ``count`` replies, small values; empty ones for those that do not exist. If one is an error, that is
+        returned instead. A third of the time that ``reply`` takes for each."""
+        found: list[bytes] = []
+        refused: ValkeyRefused | None = None
+        while True:
+            data, at = bytes(self._view[self._start : self._stop]), 0
+            while len(found) < count and (stop := data.find(b"\r\n", at)) >= 0:
+                if data[at] == 36 and data[at + 1] != 45:  # $, and no minus sign
+                    first = stop + 2
+                    last = first + _number(data[at + 1 : stop])
+                    if last + 2 > len(data):
+                        break
+                    found.append(data[first:last])
+                    at = last + 2
+                    continue
+                if data[at] == 45:
+                    refused = refused or ValkeyRefused(data[at + 1 : stop].decode("utf-8", "replace"))
+                elif data[at] != 36:
+                    raise _nonsense()
+                found.append(b"")
+                at = stop + 2
+            self._start += at
+            if len(found) == count:
+                return found if refused is None else refused
+            self._make_room()
+            self._stop += self._receive(self._view[self._stop :], end)
+
     def fill(self, spans: Sequence[Span], end: float) -> int | ValkeyRefused:
         """Read the value in the next reply into the spans, as far as it fits; returns the bytes, or -1 if there is no
         value."""
@@ -117,16 +145,20 @@ class ValkeyConnection:
 
     def _line(self, end: float) -> bytes:
         while (at := self._buffer.find(b"\r\n", self._start, self._stop)) < 0:
-            if self._start:
-                rest = self._buffer[self._start : self._stop]
-                self._view[: len(rest)] = rest
-                self._start, self._stop = 0, len(rest)
-            if self._stop == _BUFFER:
-                raise _nonsense()
+            self._make_room()
             self._stop += self._receive(self._view[self._stop :], end)
         line = bytes(self._view[self._start : at])
         self._start = at + 2
         return line
+
+    def _make_room(self) -> None:
+        """Move what was not consumed to the beginning of the buffer."""
+        if self._start:
+            rest = self._buffer[self._start : self._stop]
+            self._view[: len(rest)] = rest
+            self._start, self._stop = 0, len(rest)
+        if self._stop == _BUFFER:
+            raise _nonsense()
 
     def _fill(self, span: Span, end: float) -> None:
         count = min(len(span), self._stop - self._start)

@@ -47,6 +47,8 @@ class ValkeyCommand(NamedTuple):
     parts: Sequence[Part]
     into: Sequence[Span] | None = None
     """Buffers for the value in the reply; None: the reply is small."""
+    values: int = 0
+    """If not 0, ``parts`` is so many commands about the key, and the reply the list of their values."""
 
 
 class Login(NamedTuple):
@@ -289,7 +291,14 @@ def _close_all(connections: Mapping[Address, ValkeyConnection]) -> None:
 
 
 def _replies(connection: ValkeyConnection, commands: Sequence[ValkeyCommand], end: float) -> list[Any]:
-    return [connection.reply(end) if c.into is None else connection.fill(c.into, end) for c in commands]
+    return [
+        connection.values(c.values, end)
+        if c.values
+        else connection.reply(end)
+        if c.into is None
+        else connection.fill(c.into, end)
+        for c in commands
+    ]
 
 
 def slot_of(key: bytes) -> int:

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from kvtide.tiers.shared.resp import ValkeyRefused, command
 from kvtide.tiers.shared.valkey_client import ValkeyClient, ValkeyCommand, checked, moves
 
-__all__ = ["Script", "ScriptCall", "ScriptRunner", "ValkeyScripts"]
+__all__ = ["HashLookup", "Script", "ScriptCall", "ScriptRunner", "ValkeyScripts"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,48 @@ class Script:
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest().encode()
 
 
+@dataclass(frozen=True)
+class HashLookup:
+    """Reads fields of many hashes. It is called like a script and is none: a server runs so many HGET in less than half
+    the time, because each call from Lua to the server takes longer than what it does.
+
+    The argument is items: the end of a hash's key, of ``suffix`` bytes, then a field, of ``field`` bytes. The reply has
+    a byte for each, the length of its value in units of ``unit`` bytes, 0 if there is none; then all values.
+    """
+
+    name: str
+    suffix: int
+    field: int
+    unit: int
+
+    def command(self, key: bytes, items: bytes) -> ValkeyCommand:
+        size = self.suffix + self.field
+        rows = np.frombuffer(items, np.uint8).reshape(-1, size)
+        before = b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b" % (len(key) + self.suffix, key)
+        between, after = b"\r\n$%d\r\n" % self.field, b"\r\n"
+        fields = len(before) + self.suffix + len(between)
+        words = np.empty((len(rows), fields + self.field + len(after)), np.uint8)
+        words[:, : len(before)] = np.frombuffer(before, np.uint8)
+        words[:, len(before) : len(before) + self.suffix] = rows[:, : self.suffix]
+        words[:, fields - len(between) : fields] = np.frombuffer(between, np.uint8)
+        words[:, fields : fields + self.field] = rows[:, self.suffix :]
+        words[:, fields + self.field :] = np.frombuffer(after, np.uint8)
+        return ValkeyCommand(key, [words.tobytes()], values=len(rows))
+
+    def packed(self, values: Any) -> Any:
+        """The reply from the values."""
+        if isinstance(values, ValkeyRefused):
+            return values
+        lengths = [len(value) // self.unit for value in values]
+        if max(lengths) > 255:
+            raise OSError(errno.EPROTO, "Valkey has a value there that is too long")
+        return bytes(lengths) + b"".join(values)
+
+
 class ScriptCall(NamedTuple):
     """A script to be run about one key."""
 
-    script: Script
+    script: Script | HashLookup
     key: bytes
     arguments: tuple[bytes, ...] = ()
 
@@ -61,13 +101,17 @@ class ValkeyScripts:
 
     def run(self, calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
         end = time.monotonic() + timeout
-        replies = self._client.ask([_command(b"EVALSHA", c.script.digest, c) for c in calls], end)
+        replies = self._client.ask([_command(c) for c in calls], end)
+        for i, call in enumerate(calls):
+            if isinstance(call.script, HashLookup):
+                replies[i] = call.script.packed(replies[i])
         # All that follow the first unknown one of a server are unknown to it too, unless they are of another script:
         # so calls of one script keep their order.
         unknown = [i for i, reply in enumerate(replies) if _is(reply, "NOSCRIPT")]
         if unknown:
-            texts = [_command(b"EVAL", calls[i].script.text.encode(), calls[i]) for i in unknown]
-            for i, reply in zip(unknown, self._client.ask(texts, end), strict=True):
+            for i, reply in zip(
+                unknown, self._client.ask([_command(calls[i], b"EVAL") for i in unknown], end), strict=True
+            ):
                 replies[i] = reply
         for reply in replies:
             if moves(reply):
@@ -79,8 +123,12 @@ class ValkeyScripts:
         self._client.close()
 
 
-def _command(verb: bytes, script: bytes, call: ScriptCall) -> ValkeyCommand:
-    parts = command(verb, script, b"1", call.key, *call.arguments)
+def _command(call: ScriptCall, verb: bytes = b"EVALSHA") -> ValkeyCommand:
+    script = call.script
+    if isinstance(script, HashLookup):
+        return script.command(call.key, *call.arguments)
+    known = script.digest if verb == b"EVALSHA" else script.text.encode()
+    parts = command(verb, known, b"1", call.key, *call.arguments)
     return ValkeyCommand(call.key, [b"".join(parts)])  # many small parts would be many system calls
 
 

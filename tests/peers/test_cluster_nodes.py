@@ -1,0 +1,198 @@
+"""Real nodes in a cluster, each a process; the directory is started by the first of them, or is a server of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtide.node.client.client import Client
+from kvtide.store.node_statistics import ClusterServing
+from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
+from kvtide.testing.servers import free_ports
+from tests.node.serving import Process
+from tests.peers.nodes import token
+
+
+def pair_of_ports() -> int:
+    """A free port, of which the next one is free too: the directory's."""
+    while True:
+        (port,) = free_ports(1)
+        try:
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+        except OSError:
+            continue
+
+
+class Nodes:
+    """Starts nodes; the first one starts the directory."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **settings: str) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._settings = {"KVTIDE_PEERS_TOKEN_FILE": token(folder), "KVTIDE_PEERS_LEASE": "1s", **settings}
+        self.port = pair_of_ports()
+        self.directory = f"embedded://127.0.0.1:{self.port + 1}"
+
+    def node(self, name: str, **settings: str) -> Process:
+        folder = self._folder / name
+        folder.mkdir()
+        port = self.port if name == "one" else free_ports(1)[0]
+        peers = {
+            "KVTIDE_PEERS_LISTEN": f"127.0.0.1:{port}",
+            "KVTIDE_PEERS_DIRECTORY": "embedded" if name == "one" else self.directory,
+        }
+        node = Process(folder, **self._settings, **peers, **settings)
+        self._stack.callback(node.kill)
+        return node
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run kvtide with the settings of a node that reads."""
+        peers = {**self._settings, "KVTIDE_PEERS_DIRECTORY": self.directory}
+        return subprocess.run(
+            [sys.executable, "-m", "kvtide", *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**peers, "PATH": "/usr/bin:/bin", "COLUMNS": "120", "PYTHONPATH": ":".join(sys.path)},
+            cwd=self._folder,
+        )
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+def serving(node: Process) -> ClusterServing:
+    with Client(node.path) as client:
+        found = client.status().node.cluster
+        assert found is not None
+        return found
+
+
+def keep(node: Process, tokens: list[int]) -> None:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(tokens, data(PLAIN, tokens))
+
+
+def found(node: Process, tokens: list[int]) -> bool:
+    with Client(node.path) as client, client.session(MODEL) as session:
+        return length(session, tokens) == len(tokens)
+
+
+def test_one_command_starts_a_cluster_and_others_join(nodes: Nodes) -> None:
+    one, two, three = nodes.node("one"), nodes.node("two"), nodes.node("three")
+    keep(one, prompt(1, 2))
+    keep(two, prompt(3, 4))
+    for node in (one, two, three):
+        until(lambda node=node: found(node, prompt(1, 2)) and found(node, prompt(3, 4)))  # type: ignore[misc]
+    two.kill()
+    until(lambda: found(three, prompt(3, 4)))
+    until(lambda: len(members(nodes, three)) == 2)
+    two.start()
+    keep(two, prompt(5))
+    until(lambda: found(three, prompt(5)))
+    for node in (three, two, one):
+        node.stop()
+
+
+def members(nodes: Nodes, node: Process) -> list[dict[str, object]]:
+    done = nodes.command("cluster", str(node.path), "--json")
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert isinstance(shown["members"], list)
+    return shown["members"]
+
+
+def test_the_directory_ends_with_its_node_and_comes_back_with_it(nodes: Nodes) -> None:
+    one, two = nodes.node("one"), nodes.node("two")
+    keep(two, prompt(1))
+    until(lambda: found(one, prompt(1)))
+    one.kill()
+    assert not found(two, prompt(9))
+    one.start()
+    until(lambda: found(one, prompt(1)))
+    until(lambda: serving(two).epoch > 0)
+
+
+def test_a_password_is_needed(nodes: Nodes) -> None:
+    nodes.node("one")
+    with socket.create_connection(("127.0.0.1", nodes.port + 1), 5) as sock:
+        sock.sendall(b"KEYS *\r\n")
+        assert sock.recv(100).startswith(b"-NOAUTH")
+
+
+def test_kvtide_cluster_shows_members_and_who_has_a_prompt(nodes: Nodes, tmp_path: Path) -> None:
+    one, two = nodes.node("one"), nodes.node("two")
+    keep(one, prompt(1, 2, 3))
+    until(lambda: found(two, prompt(1, 2, 3)))
+    file = tmp_path / "tokens"
+    file.write_text(json.dumps(prompt(1, 2, 3, 4)))
+    shown = nodes.command("cluster", str(two.path), "--tokens", str(file))
+    assert shown.returncode == 0, shown.stderr
+    assert "2 members; directory:" in shown.stdout
+    assert "this node" in shown.stdout
+    assert f"127.0.0.1:{nodes.port}" in shown.stdout
+    assert "peer 1" in shown.stdout
+    numbers = sorted([serving(one).number, serving(two).number])
+
+    def all_known() -> bool:
+        said = json.loads(nodes.command("cluster", str(two.path), "--tokens", str(file), "--json").stdout)
+        (holders,) = said["prompt"].values()
+        return [sorted(who) for who in holders] == [numbers] * 3 + [[]]
+
+    until(all_known)
+    done = nodes.command("status", str(two.path), "--once")
+    assert "2 members" in done.stdout, done.stdout
+
+
+def test_a_drained_node_is_not_found_and_has_written_its_blocks(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        files = {"KVTIDE_FILES_PATH": str(tmp_path / "shared"), "KVTIDE_FILES_STORE": "second-touch"}
+        nodes = Nodes(tmp_path, stack, **files)
+        one, two = nodes.node("one"), nodes.node("two")
+        keep(two, prompt(*range(20)))
+        with Client(two.path) as client:
+            assert client.statistics().counts.get("blocks written to files", 0) == 0
+        done = nodes.command("drain", str(two.path))
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert done.stdout.splitlines()[-2:] == ["20 of 20 blocks are in files", "drained: the node may be stopped"]
+        assert found(two, prompt(*range(20))), "it goes on serving its clients"
+        assert [member["address"] for member in members(nodes, one)] == [f"127.0.0.1:{nodes.port}"]
+        two.kill()
+        assert found(one, prompt(*range(20))), "from shared storage"
+
+
+def test_an_interrupted_drain_makes_the_node_a_member_again(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.node("one")
+    two = nodes.node("two")
+    until(lambda: serving(two).epoch > 0)
+    with Client(two.path) as client:
+        assert client.drain()
+        until(lambda: (draining := serving(two).draining) is not None and draining.done)
+        assert not serving(two).epoch
+        assert client.drain(resume=True)
+        until(lambda: serving(two).epoch > 0)
+    two.signal(signal.SIGTERM)
+    assert two.process.wait(60) == 0
+
+
+def test_a_node_without_a_cluster_is_not_drained(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        (tmp_path / "alone").mkdir()
+        node = Process(tmp_path / "alone")
+        stack.callback(node.kill)
+        done = Nodes(tmp_path, stack).command("drain", str(node.path))
+        assert done.returncode != 0
+        assert "is in no cluster" in done.stderr
+        assert found(node, prompt(1)) is False
