@@ -23,8 +23,7 @@ from kvtide.tiers.peers import protocol as p
 from kvtide.tiers.peers.greeting import let_in, received
 from kvtide.tiers.peers.protocol import Operation, Presence
 from kvtide.tiers.peers.tcp import Tcp
-from tests.node import host
-from tests.peers.fuzzed import CREDIT, GEOMETRY, NAMES, OTHER, OTHER_NAMES, WHO, Reader, World, exactly, opened
+from tests.peers.fuzzed import CREDIT, GEOMETRY, NAMES, OTHER, OTHER_NAMES, WHO, Reader, World, exactly, many, opened
 
 
 @pytest.fixture(scope="module")
@@ -266,15 +265,9 @@ def test_answers_with_lies_cost_misses_alone(world: World, lie: Lie) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_thousands_of_answers_with_lies(world: World) -> None:
-    before, threads = host.resident(os.getpid()), threading.active_count()
+    threads = threading.active_count()
 
-    @given(lies)
-    @settings(max_examples=4000, deadline=None)
-    def many(lie: Lie) -> None:
-        lied_to(world, lie)
-
-    many()
-    assert host.resident(os.getpid()) - before < 128 << 20
+    many(4000, lies, lambda lie: lied_to(world, lie))
     until(lambda: threading.active_count() <= threads)
 
 
