@@ -135,6 +135,8 @@ class BlockDirectory:
         self._learning = threading.Lock()
         self._masks: dict[bytes, int] = {}
         self._publishing = threading.Lock()
+        self._before: dict[bytes, int] = {}
+        """The last epoch of each name that joined here."""
         self._number = 0
         """Of the last publish."""
         self._acknowledged: dict[int, list[int]] = {}
@@ -157,10 +159,12 @@ class BlockDirectory:
             number, epoch = (_whole(one) for one in _items(reply, 2))
             if not 0 < number < 1 << 16 or not 0 < epoch < _EPOCHS:
                 raise _nonsense()
-            enrolling = [ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions]
+            epochs = (b"%d" % epoch, *([b"%d" % self._before[name]] if name in self._before else []))
+            enrolling = [ScriptCall(scripts.ENROL, key, epochs) for key in self._partitions]
             enrolled = self._run(enrolling, _PATIENCE)
             if all(_whole(new) for new in enrolled):
                 self._acknowledged = {epoch: [0] * PARTITIONS}
+                self._before[name] = epoch
                 return Member(number, epoch, name, address)
             least = epoch + secrets.randbelow(_AHEAD) + 1
         raise OSError(errno.EAGAIN, "Valkey gives epochs that it gave before: is its clock right?")
