@@ -22,8 +22,9 @@ from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers import directory_scripts
 from kvtide.tiers.peers.directory import BlockDirectory, marks_of, open_directory
 from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
+from kvtide.tiers.shared import valkey_client
 from kvtide.tiers.shared.resp import ValkeyConnection, command
-from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, slot_of
+from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, ValkeyCommand, slot_of
 from kvtide.tiers.shared.valkey_scripts import HashLookup, Script, ScriptCall, ScriptRunner, ValkeyScripts
 
 TIME = 30.0
@@ -484,3 +485,34 @@ def test_threads_that_learn_the_members_at_once() -> None:
     assert directory.holders(keys) == [(1,)] * 3, "true when it was asked"
     assert directory._known.members.keys() == {2, 3}
     assert directory.holders(keys) == [()] * 3
+
+
+def test_a_silent_server_is_replaced(tmp_path: Path) -> None:
+    """Its host is gone, so nothing is refused; and another server has its slots."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ValkeyServer(tmp_path / str(i), cluster_enabled="yes")) for i in range(2)]
+        for server in servers:  # each takes itself for the whole cluster
+            assert say(server, b"CLUSTER", b"ADDSLOTSRANGE", b"0", b"16383") == b"OK"
+        end = time.monotonic() + 60
+        while not all(b"cluster_state:ok" in say(s, b"CLUSTER", b"INFO") for s in servers):
+            assert time.monotonic() < end, "the servers never began"
+            time.sleep(0.05)
+        client = ValkeyClient(servers[0].url)
+        stack.callback(client.close)
+        gone, other = (("127.0.0.1", server.port) for server in servers)
+        client._slots = [gone] * 8192 + [other] * 8192
+        key = b"{1}" if slot_of(b"1") < 8192 else b"{2}"
+        assert slot_of(key) < 8192
+        servers[0].hold()
+        stack.callback(servers[0].resume)
+        asked = [ValkeyCommand(key, command(b"GET", key))]
+        with pytest.raises(TimeoutError):
+            client.ask(asked, time.monotonic() + 0.3)
+        assert client.ask(asked, time.monotonic() + TIME) == [None]
+
+
+def test_an_old_server_is_refused(valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = valkey_client._facts
+    monkeypatch.setattr(valkey_client, "_facts", lambda info: {**facts(info), "redis_version": "6.2.14"})
+    with pytest.raises(TierError, match=r"its version is 6\.2\.14"):
+        open_directory(valkey.url)

@@ -207,6 +207,19 @@ class DirectoryContract(ABC):
         for found in b.holders(keys):
             assert set(found) == {member.number for member in members[5:]}
 
+    def test_the_dead_make_room_for_holders_first(self, directories: tuple[BlockDirectory, BlockDirectory]) -> None:
+        """A node that joins again and again does not replace one that is alive."""
+        a, b = directories
+        keys = some_keys(3)
+        alive = a.join(b"a" * 16, "a:1", _LEASE)
+        assert a.publish(alive, keys, [])
+        for _ in range(HOLDERS - 1):
+            assert b.publish(b.join(b"b" * 16, "b:1", _LEASE), keys, [])
+        again = b.join(b"b" * 16, "b:1", _LEASE)
+        assert b.publish(again, keys, [])
+        for found in a.holders(keys):
+            assert set(found) == {alive.number, again.number}
+
     def test_clusters_do_not_see_each_other(self, directories: tuple[BlockDirectory, BlockDirectory]) -> None:
         a, _ = directories
         other = BlockDirectory(self.runner(), cluster=secrets.token_hex(8), timeout=30)

@@ -151,9 +151,11 @@ class SimulatedValkey:
         place.cursor += int(count)
         return first % (PARTITIONS * BUCKETS)
 
-    def _enrol(self, place: _Place, epoch: bytes) -> int:
+    def _enrol(self, place: _Place, epoch: bytes, *before: bytes) -> int:
         new = int(epoch) not in place.roster
         place.roster.setdefault(int(epoch), 0)
+        for one in before:
+            place.roster.pop(int(one), None)
         return int(new)
 
     def _known(self, place: _Place, epoch: bytes) -> int:
@@ -177,7 +179,9 @@ class SimulatedValkey:
             epochs = _epochs(bucket.get(entry, b""))
             place.entries += not epochs
             if mine not in epochs:
-                bucket[entry] = _packed([*epochs, mine][-HOLDERS:])
+                if len(epochs) >= HOLDERS:
+                    epochs.remove(next((one for one in epochs if one not in place.roster), epochs[0]))
+                bucket[entry] = _packed([*epochs, mine])
         for name, entry in _named(removed):
             bucket = place.buckets.get(name, {})
             epochs = _epochs(bucket.get(entry, b""))

@@ -18,7 +18,8 @@ and the busiest of them would keep it. It is only for the case that no node is l
 a keyed hash, under the naming secret of its tenant, so nobody who reads the directory learns what a block is, nor
 whether a prompt that they guess is there, without that secret. Who may read the directory can see how many blocks each
 node has, and which nodes have the same one. Two blocks with the same bits are taken for one: with ten million entries,
-one lookup in 30 billion gets a wrong hint. The keys in Valkey begin with ``kvtide:`` and the name of the cluster.
+one in 30 billion blocks that are looked up gets a wrong hint. The keys in Valkey begin with ``kvtide:`` and the name
+of the cluster.
 
 **Order of messages.** See directory_scripts.py. One object publishes for a member, with one call after the other.
 """
@@ -44,7 +45,7 @@ from kvtide.errors import ConfigError
 from kvtide.tiers.peers import directory_scripts as scripts
 from kvtide.tiers.peers.directory_scripts import BUCKETS, EPOCH, ITEM, PARTITIONS
 from kvtide.tiers.peers.members import Member
-from kvtide.tiers.shared.valkey_client import SLOTS, Login, ValkeyClient, slot_of
+from kvtide.tiers.shared.valkey_client import SLOTS, Login, UnfitServer, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
 
 __all__ = ["BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
@@ -52,6 +53,8 @@ __all__ = ["BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_
 _SAMPLES, _SAMPLE = 4, 16
 """How many stretches of buckets of a partition are measured, and how many buckets each has."""
 
+_VERSION = 7
+"""Of the server, at least: PEXPIRE with NX, and flags of scripts."""
 _PATIENCE = 2
 """How many times the usual time a join or renewal may take: a server that is too busy for the publishes of all nodes
 must not end their leases too, or all publish everything again."""
@@ -135,6 +138,8 @@ class BlockDirectory:
         self._learning = threading.Lock()
         self._masks: dict[bytes, int] = {}
         self._publishing = threading.Lock()
+        self._before: dict[bytes, int] = {}
+        """The last epoch of each name that joined here."""
         self._number = 0
         """Of the last publish."""
         self._acknowledged: dict[int, list[int]] = {}
@@ -157,10 +162,12 @@ class BlockDirectory:
             number, epoch = (_whole(one) for one in _items(reply, 2))
             if not 0 < number < 1 << 16 or not 0 < epoch < _EPOCHS:
                 raise _nonsense()
-            enrolling = [ScriptCall(scripts.ENROL, key, (b"%d" % epoch,)) for key in self._partitions]
+            epochs = (b"%d" % epoch, *([b"%d" % self._before[name]] if name in self._before else []))
+            enrolling = [ScriptCall(scripts.ENROL, key, epochs) for key in self._partitions]
             enrolled = self._run(enrolling, _PATIENCE)
             if all(_whole(new) for new in enrolled):
                 self._acknowledged = {epoch: [0] * PARTITIONS}
+                self._before[name] = epoch
                 return Member(number, epoch, name, address)
             least = epoch + secrets.randbelow(_AHEAD) + 1
         raise OSError(errno.EAGAIN, "Valkey gives epochs that it gave before: is its clock right?")
@@ -332,8 +339,16 @@ def open_directory(
     be a cluster itself. Raises ConfigError, or TierError if the server was reached and cannot be used. It need not be
     there yet."""
     login = login._replace(harm="say which node has which block")
-    client = ValkeyClient(url, login, lost="what other nodes have is not known")
+    client = ValkeyClient(url, login, _check_version, lost="what other nodes have is not known")
     return BlockDirectory(ValkeyScripts(client), cluster=cluster, timeout=timeout)
+
+
+def _check_version(about: Mapping[str, str]) -> None:
+    """Raise unless the server has what the scripts use. Valkey says which version of Redis it is compatible with."""
+    version = about.get("redis_version", "")
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) < _VERSION:
+        raise UnfitServer(errno.EINVAL, f"its version is {version}; the directory of a cluster needs {_VERSION}.0")
 
 
 def marks_of(keys: Sequence[BlockKey], masks: dict[bytes, int] | None = None) -> Marks:

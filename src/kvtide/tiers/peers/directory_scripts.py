@@ -22,7 +22,8 @@ does not know the epoch at all; so its members learn that they must publish ever
 **A full server** (``noeviction``) refuses what stores entries, and nothing else: leases, removals and scrubbing go on.
 
 **A bucket** stays in the compact encoding of small hashes (a listpack) while it has at most 512 entries of at most 64
-bytes. So there are at most 12 epochs in an entry: the thirteenth replaces the oldest. With 262,144 buckets, 100 million
+bytes. So there are at most 12 epochs in an entry: the thirteenth replaces one that the roster does not have any more,
+else the oldest. With 262,144 buckets, 100 million
 entries fit.
 """
 
@@ -181,11 +182,13 @@ ENROL = Script(
     "enrol",
     f"""{_EVEN_IF_FULL}
 local new = redis.call('HSETNX', KEYS[1] .. ':roster', ARGV[1], '0')
+for i = 2, #ARGV do redis.call('HDEL', KEYS[1] .. ':roster', ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1] .. ':roster', {TTL})
 return new
 """,
 )
-"""Argument: epoch. The member may publish in this partition. Returns whether nobody had that epoch before."""
+"""Arguments: epoch, and those that the member had before. It may publish in this partition, under that epoch alone.
+Returns whether nobody had it before."""
 
 KNOWN = Script(
     "known",
@@ -213,6 +216,23 @@ local function at(value)
     if sub(value, i, i + {EPOCH - 1}) == me then return i end
   end
 end
+local listed = {{}}
+local function known(one)
+  if listed[one] == nil then
+    local whole = 0
+    for i = 1, {EPOCH} do whole = whole * 256 + string.byte(one, i) end
+    listed[one] = call('HEXISTS', roster, string.format('%.0f', whole)) == 1
+  end
+  return listed[one]
+end
+local function shortened(value)
+  for i = 1, #value, {EPOCH} do
+    if not known(sub(value, i, i + {EPOCH - 1})) then
+      return sub(value, 1, i - 1) .. sub(value, i + {EPOCH})
+    end
+  end
+  return sub(value, {EPOCH + 1})
+end
 local entries = 0
 for i = 1, #stored, {ITEM} do
   local key, field = base .. sub(stored, i, i + 1), sub(stored, i + 2, i + {ITEM - 1})
@@ -222,7 +242,7 @@ for i = 1, #stored, {ITEM} do
     call('PEXPIRE', key, {TTL}, 'NX')
     entries = entries + 1
   elseif not at(value) then
-    if #value >= {HOLDERS * EPOCH} then value = sub(value, {EPOCH + 1}) end
+    if #value >= {HOLDERS * EPOCH} then value = shortened(value) end
     call('HSET', key, field, value .. me)
   end
 end

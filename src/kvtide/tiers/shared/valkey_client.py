@@ -1,7 +1,8 @@
 """A client of Valkey, or any server with the same protocol: one server or a cluster.
 
 Commands are pipelined. In a cluster each goes to the server that has the slot of its key, and all servers work at the
-same time. When a slot has moved, or its server is gone, the slot table is fetched once more. Connections are kept, one
+same time. When a slot has moved, or its server is gone, the slot table is fetched once more; after a timeout, with
+the next call and from another server. Connections are kept, one
 for each thread that needs one at a time. An idle connection may have died with its server, so the command is retried on
 a new one: a caller must only send commands that may be executed twice.
 """
@@ -95,6 +96,8 @@ class ValkeyClient:
         forks.tell(self)
         self._slots: list[Address] | None = None
         """The server of each slot; None: not a cluster, or not known yet."""
+        self._silent: Address | None = None
+        """A server of the cluster that did not answer in time: another may have its slots by now."""
         try:
             self._give(self.host, self._connect(self.host, time.monotonic() + _OPENING))
         except UnfitServer as e:
@@ -120,6 +123,8 @@ class ValkeyClient:
 
     def ask(self, commands: Sequence[ValkeyCommand], end: float) -> list[Any]:
         """The replies, in the commands' order, from the servers that have their keys."""
+        if self._silent is not None:
+            self._ask_others(end)
         replies: list[Any] = [None] * len(commands)
         wanted = list(range(len(commands)))
         for last in (False, True):
@@ -164,7 +169,7 @@ class ValkeyClient:
             try:
                 connection.send([part for c in batch for part in c.parts], end)
             except TimeoutError as e:
-                raise TimeoutError(errno.ETIMEDOUT, "Valkey did not answer in time") from e
+                raise self._late(address) from e
             except OSError:
                 sent.pop(address).close()  # the batch is sent again, on a new connection
         return sent
@@ -178,7 +183,7 @@ class ValkeyClient:
                 replies = _replies(sent, batch, end)
             except TimeoutError as e:
                 sent.close()
-                raise TimeoutError(errno.ETIMEDOUT, "Valkey did not answer in time") from e
+                raise self._late(address) from e
             except OSError:
                 sent.close()
                 self._forget(address)
@@ -205,19 +210,35 @@ class ValkeyClient:
             return [self.host]
         return sorted(set(self._learn(end)))
 
-    def _learn(self, end: float) -> list[Address]:
-        """Fetch the slot table from the first known server that answers."""
+    def _late(self, address: Address) -> TimeoutError:
+        """The error of a server that did not answer in time."""
+        if self._slots is not None:
+            self._silent = address
+        return TimeoutError(errno.ETIMEDOUT, "Valkey did not answer in time")
+
+    def _ask_others(self, end: float) -> None:
+        """Fetch the slot table from others than the server that was silent. When a whole host is gone, nothing but
+        silence tells so, and the time of the call that noticed is over."""
+        silent, self._silent = self._silent, None
+        now = time.monotonic()
+        with contextlib.suppress(OSError):
+            self._learn(now + (end - now) / 2, silent)
+
+    def _learn(self, end: float, silent: Address | None = None) -> list[Address]:
+        """Fetch the slot table from the first known server that answers, other than ``silent``."""
+        failure = OSError(errno.EHOSTUNREACH, "no other server of the cluster is known")
         known = [self.host, *sorted(set(self._slots or ()) - {self.host})]
         for address in known:
+            if address == silent:
+                continue
             try:
                 reply = self.exchange(address, [ValkeyCommand(b"", command(b"CLUSTER", b"SLOTS"))], end)[0]
-            except OSError:
-                if address == known[-1]:
-                    raise
-                continue
-            self._slots = slots = _table(checked(reply), self.host, address[0])
-            return slots
-        raise AssertionError("home is always known")
+                self._slots = slots = _table(checked(reply), self.host, address[0])
+            except OSError as e:
+                failure = e
+            else:
+                return slots
+        raise failure
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -236,7 +257,7 @@ class ValkeyClient:
                 if connection is not None:
                     connection.close()
                 if isinstance(e, TimeoutError):
-                    raise TimeoutError(errno.ETIMEDOUT, "Valkey did not answer in time") from e
+                    raise self._late(address) from e
                 if fresh or not isinstance(e, OSError):
                     raise
                 self._forget(address)
