@@ -12,6 +12,7 @@ import pytest
 from kvtide import Session, Store, Tenant
 from kvtide.block import BlockKey
 from kvtide.errors import ConfigError
+from kvtide.index.index import ABSENT, DRAM, SEALED
 from kvtide.store.node_statistics import DrainStatistics
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
 from kvtide.transfer.node_search import ClusterStatistics
@@ -271,6 +272,15 @@ def test_of_two_members_with_a_block_the_faster_one_is_read_from(cluster: Cluste
         for number, lane in enumerate(lanes):
             for _ in range(50):
                 lane.read_speed.measured(1 << 30 if number == fast else 1 << 10, 1.0)
+        index, numbers = reader.index, [cold.number for cold in reader.main.colds if cold.name in ("peer 1", "peer 2")]
+
+        def both_answered() -> bool:
+            session.find(prompt(2))
+            with index.lock:
+                there = [index.state[number][: index.size] == SEALED for number in numbers]
+                return bool((there[0] & there[1] & (index.state[DRAM][: index.size] == ABSENT)).any())
+
+        until(both_answered)
         before = dict(reader.statistics().counts)
         assert found(session, prompt(2))
         after = reader.statistics().counts
