@@ -390,7 +390,7 @@ METRICS = (
     # the cluster: other nodes that a directory lists
     Metric(
         "kvtide_cluster_members",
-        "Other members of the cluster that are known. Only if peers.directory is set, like all of kvtide_cluster_.",
+        "Other members of the cluster that are known. Only if peers.directory is set, like all metrics of a cluster.",
         _nodes(lambda c: len(c.members)),
     ),
     Metric(
