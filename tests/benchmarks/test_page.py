@@ -29,7 +29,17 @@ def changed(machine: str, name: str, **values: Any) -> Found:
 def listed(text: str) -> list[tuple[str, str]]:
     """Figure and machine of each row in the list of misses."""
     part = text.split("\n## What we miss\n")[1].split("These have no target")[0]
-    return [(name, machine) for name, machine in re.findall(r"^- `([^`]+)`, (.+?): ", part, re.MULTILINE)]
+    rows, group = [], ""
+    for line in part.splitlines():
+        if found := re.match(r"- `([^`]+)`, (.+?): ", line):
+            rows.append((found[1], found[2]))
+        elif found := re.match(r"- (.+?), `([^`]+)`: ", line):
+            rows.append((found[2], found[1]))
+        elif found := re.match(r"- (.+?), [0-9]+ figures\. ", line):
+            group = found[1]
+        elif found := re.match(r"    - `([^`]+)`: ", line):
+            rows.append((found[1], group))
+    return rows
 
 
 def test_page_and_charts_are_what_the_records_say() -> None:
