@@ -29,7 +29,6 @@ from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
 from bench.scheduler import scheduler
 from kvtide.benchmarks import FIGURES, STORAGES, run
-from kvtide.benchmarks.codec import codec
 from kvtide.benchmarks.copies import together
 from kvtide.benchmarks.record import BenchRecord, Contestant, Sample
 from kvtide.benchmarks.settings import NoPeers, Settings, check_free_space
@@ -218,6 +217,8 @@ def _records(settings: Settings, names: Sequence[str]) -> Iterator[BenchRecord]:
         if name in OWN:
             yield from OWN[name](settings)
     if "codec" in names:
+        from kvtide.benchmarks.codec import codec  # it needs torch, and no other figure does
+
         yield from codec(settings)
 
 
