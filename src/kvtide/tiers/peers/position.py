@@ -14,30 +14,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-import numpy as np
-import numpy.typing as npt
 
 from kvtide.block import BlockKey
 from kvtide.tiers.base import (
-    NOWHERE,
-    DropDone,
     FoundBlock,
-    Held,
     Identity,
     Read,
     ReadDone,
     ReadResult,
-    Renewal,
     TierStatistics,
     Wish,
-    Write,
-    WriteDone,
 )
 from kvtide.tiers.peers.endings import Endings
 from kvtide.tiers.peers.members import Member
+from kvtide.tiers.peers.read_only import ReadOnlyTier
 from kvtide.tiers.peers.tier import PeerTier
 
 __all__ = ["PeerPosition"]
@@ -48,12 +40,12 @@ ends."""
 _NOTHING = TierStatistics(blocks=0, bytes_used=0, bytes_taken=0, budget=0)
 
 
-class PeerPosition:
+class PeerPosition(ReadOnlyTier):
     """See the module's docstring. ``make`` opens the tier of a node."""
 
     def __init__(self, make: Callable[[Member], PeerTier], endings: Endings) -> None:
         self._make = make
-        self._endings = endings
+        self.endings = endings
         self._tier: PeerTier | None = None
         self._earlier = _NOTHING
         """What the tiers of earlier nodes have counted that are closed."""
@@ -109,7 +101,7 @@ class PeerPosition:
         after ``close`` has begun."""
         new = None if member is None else self._make(member)
         if new is not None:
-            new.endings, new.late = self._endings, self.late
+            new.endings, new.late = self.endings, self.late
             new.lost = lambda: self.lost() if self._tier is new else None
         with self._changed:
             if self._closed:
@@ -195,37 +187,6 @@ class PeerPosition:
         """See ``tiers.base.Searched``."""
         tier = self._tier
         return tier is None or tier.absent(key, who)
-
-    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
-        """Nothing is ever written."""
-        done([NOWHERE] * len(batch))
-
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
-        """Do not fetch these blocks again, from whatever node."""
-        self._endings.set((key, -np.inf) for key, _ in items)
-        done([True] * len(items))
-
-    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
-        """Do not fetch these blocks later than their new expiry, from whatever node."""
-        self._endings.set((key, when) for key, _, when in items)
-        done([True] * len(items))
-
-    def note(self, held: Held) -> None:
-        """Does nothing: the expiry of blocks is the other node's."""
-
-    def stored(self, keys: Sequence[BlockKey]) -> None:
-        """See ``tiers.base.Refetching``."""
-        self._endings.stored(keys)
-
-    def evict(self, key: BlockKey, place: int) -> None:
-        """Does nothing: the place is the other node's."""
-
-    def scan(self) -> Iterator[Held]:
-        """Nothing: blocks are found by looking them up."""
-        return iter(())
-
-    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Does nothing: the other node's blocks have no owner here."""
 
     def statistics(self) -> TierStatistics:
         with self._changed:

@@ -21,31 +21,23 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
-import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtide import forks
 from kvtide.block import DIGEST, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.serial_executor import SerialExecutor
 from kvtide.tiers.base import (
-    NOWHERE,
-    DropDone,
     FoundBlock,
-    Held,
     Identity,
     Read,
     ReadDone,
-    Renewal,
     TierStatistics,
     Wish,
-    Write,
-    WriteDone,
 )
 from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_for
 from kvtide.tiers.format.encryption import OPEN, Encryption
@@ -56,6 +48,7 @@ from kvtide.tiers.peers.availability import Availability, OtherNode
 from kvtide.tiers.peers.endings import REMEMBERED, Endings
 from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
 from kvtide.tiers.peers.protocol import SLOWEST, LocatedBlocks, Presence
+from kvtide.tiers.peers.read_only import ReadOnlyTier
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from kvtide.tiers.shared.io_jobs import Batch, Jobs
@@ -87,7 +80,7 @@ class _Worker:
         self.packer = packer
 
 
-class PeerTier:
+class PeerTier(ReadOnlyTier):
     """The node at ``address``. See the module's docstring.
 
     ``connections`` requests for blocks are under way at a time, each in at most ``timeout`` seconds. ``encryption``
@@ -163,37 +156,6 @@ class PeerTier:
         most = max(2, _JOB // max([1, *sizes]))
         job = Batch("read", batch, self._read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
         self._reading.submit(job, most)
-
-    def write(self, batch: Sequence[Write], done: WriteDone) -> None:
-        """Nothing is ever written."""
-        done([NOWHERE] * len(batch))
-
-    def drop(self, items: Sequence[tuple[BlockKey, int]], done: DropDone) -> None:
-        """Do not fetch these blocks again. The other node keeps them."""
-        self.endings.set((key, -math.inf) for key, _ in items)
-        done([True] * len(items))
-
-    def renew(self, items: Sequence[Renewal], done: DropDone) -> None:
-        """Do not fetch these blocks later than their new expiry. The other node keeps its own."""
-        self.endings.set((key, when) for key, _, when in items)
-        done([True] * len(items))
-
-    def note(self, held: Held) -> None:
-        """Does nothing: the expiry of blocks is the other node's."""
-
-    def stored(self, keys: Sequence[BlockKey]) -> None:
-        """See ``tiers.base.Refetching``."""
-        self.endings.stored(keys)
-
-    def evict(self, key: BlockKey, place: int) -> None:
-        """Does nothing: the place is the other node's."""
-
-    def scan(self) -> Iterator[Held]:
-        """Nothing: blocks are found by looking them up."""
-        return iter(())
-
-    def own(self, places: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Does nothing: the other node's blocks have no owner here."""
 
     def statistics(self) -> TierStatistics:
         # No errors in a row: a node that is away is no failed tier of this one.
