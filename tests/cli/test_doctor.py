@@ -490,6 +490,18 @@ def test_engines_that_should_share_and_do_not(llama: Path, served: Process) -> N
     assert said(one, other, tenant=Tenant("a", bytes(32))) == [nobody], "of tenants nothing is told"
 
 
+def test_the_dtype_of_a_running_engine_is_that_of_its_requests_at_the_node(llama: Path, served: Process) -> None:
+    layout = Layout.attention(layers=4, heads=2, head_dim=64, dtype="float32")
+    address = f"unix:{served.path}"
+    with Client(served.path) as client, client.session(kvtide.Model(layout, "given:one")) as session:
+        session.match(range(256)).release()
+        with answering(WORKING.replace('cache_dtype="fp8"', 'cache_dtype="auto"')) as url:
+            found = doctor("--model", llama, "--url", url, engine={"address": address})[1]
+            told = doctor("--model", llama, "--url", url, "--dtype", "float16", engine={"address": address})[1]
+    assert found["namespaces"]["level"] == "ok", found["namespaces"]
+    assert "in float32, this engine float16" in told["namespaces"]["found"], "what the user says stands"
+
+
 @apart
 def test_a_node_that_cannot_see_its_clients(llama: Path, tmp_path: Path) -> None:
     hidden = Apart(tmp_path)

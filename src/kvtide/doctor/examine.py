@@ -73,6 +73,9 @@ def examine(given: Deployment, progress: Progress = lambda _: lambda _: None) ->
         folder = model.folder_of(given.model)
         kv_dtype = given.kv_dtype if running is None else running.cache.get("cache_dtype", given.kv_dtype)
         layout = model.layout_of(folder, given.dtype, kv_dtype)
+        if running is not None and status is not None and given.dtype == kv_dtype == "auto":
+            # vLLM does not tell its --dtype over HTTP, and the node knows it from the engine's requests
+            layout = model.layout_of(folder, node.dtype_in_use(status, layout) or "auto", kv_dtype)
         yield from model.check(folder, layout, given.ranks, config.engine.weights_id)
     except KvtideError as e:
         yield error("model", str(e), "serve this one without kvtide, or give --model a folder with its config.json")

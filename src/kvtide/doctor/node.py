@@ -14,7 +14,7 @@ from kvtide.node.client.launch import home
 from kvtide.node.server.access import AccessList
 from kvtide.store.node_statistics import Status
 
-__all__ = ["ask", "check", "domains", "sharing"]
+__all__ = ["ask", "check", "domains", "dtype_in_use", "sharing"]
 
 _DTYPE = "engines with another --dtype or --kv-cache-dtype share nothing with these: choose one for all"
 _NAMES = "if they serve one model, give all the same weights (or engine.weights_id), configuration and quantization"
@@ -73,6 +73,13 @@ def domains(config: Config, status: Status | None) -> Iterator[Finding]:
         return
     for what, _, todo in (text.partition(". ") for text in said):
         yield warning("trust domains", what, todo)
+
+
+def dtype_in_use(status: Status, layout: Layout) -> str | None:
+    """The dtype of the KV of all engines at the node with this model's shape; None if there is none, or more than one."""
+    groups = [g for c in status.node.clients for m in c.models if _alike(m.groups, layout.groups) for g in m.groups]
+    found = {g.dtype for g in groups}
+    return found.pop() if len(found) == 1 else None
 
 
 def sharing(status: Status, layout: Layout) -> Iterator[Finding]:
