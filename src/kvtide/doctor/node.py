@@ -76,7 +76,7 @@ def domains(config: Config, status: Status | None) -> Iterator[Finding]:
 
 
 def dtype_in_use(status: Status, layout: Layout) -> str | None:
-    """The dtype of the KV of all engines at the node with this model's shape; None if there is none, or more than one."""
+    """The dtype of the KV of all engines at the node with this model's shape; None if there is none, or several."""
     groups = [g for c in status.node.clients for m in c.models if _alike(m.groups, layout.groups) for g in m.groups]
     found = {g.dtype for g in groups}
     return found.pop() if len(found) == 1 else None
