@@ -76,7 +76,7 @@ def test_a_picture_has_a_line_for_each_tier_and_the_break_even(tmp_path: Path) -
         "dram",
         "nvme and computing",
         "network",
-        "nvme: quicker from 77,568 tokens",
+        "nvme: quicker from 100,096 tokens",
     ):
         assert words in drawn, words
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtide.block import Layout
-from kvtide.sizing.arithmetic import Assumptions, Host, StorageTier
+from kvtide.sizing.arithmetic import ENGINES, Assumptions, Host, StorageTier
 from kvtide.sizing.hardware import GPUS, LINKS, TransferLink, gpu_of
 from kvtide.sizing.models import shape_of
 
@@ -142,14 +142,14 @@ def test_the_bandwidth_from_which_mooncake_loads(gpu: str, gigabytes: float) -> 
 
 def test_the_gain_that_vllm_reports_lies_in_ours() -> None:
     """2 to 22 times for Llama-3.1-8B on an H100, "depending on the prompt size": the same blog. Its lengths are only in
-    a picture, so all that can be said: ours is 2 at about 2K tokens and 22 at about 75K."""
+    a picture, so all that can be said: ours is 2 at about 2K tokens and 22 at about 90K."""
     eight = host("llama-3.1-8b", "h100")
 
     def gain(tokens: int) -> float:
         computed = eight.first_token(tokens, eight.compute(tokens), False)
         return computed / eight.first_token(tokens, eight.load(tokens, DRAM), True)
 
-    assert gain(1024) < 2 < gain(2048)
+    assert gain(1024) < 2 < gain(2304)
     assert gain(65_536) < 22 < gain(98_304)
 
 
@@ -166,68 +166,61 @@ def records() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("name", "tokens"), [("8k", 8192), ("32k", 32_768), ("128k", 131_072)])
 def test_our_own_first_tokens_on_an_h200(name: str, tokens: int) -> None:
-    """From DRAM, and computed. The utilisations and the engine's seconds were chosen with these records in view: this
-    is a check that one set of numbers fits all lengths, not an independent one."""
+    """In transformers, from DRAM, and computed. The utilisations and the engine's seconds were chosen with these
+    records in view: this is a check that one set of numbers fits all lengths, not an independent one."""
     ours = records()[f"gpu-first-token-{name}-against-computing"]
-    eight = host("llama-3.1-8b", "h200")
+    eight = host("llama-3.1-8b", "h200", assume=ENGINES["transformers"])
     assert eight.first_token(tokens, eight.load(tokens, DRAM), True) == pytest.approx(ours["ours"], rel=0.15)
     computed = ours["ours"] * ours["ratio"]
     assert eight.first_token(tokens, eight.compute(tokens), False) == pytest.approx(computed, rel=0.15)
 
 
-def test_our_own_load_into_vllm_on_an_h200() -> None:
-    """32,768 tokens in 110 ms, 131,072 in 386 ms."""
-    eight = host("llama-3.1-8b", "h200")
+def test_our_own_first_tokens_in_vllm_on_an_h200() -> None:
+    """32,768 tokens in 110 ms from DRAM and 1.22 s computed, 131,072 in 386 ms and 10.4 s. The utilisations were chosen
+    with these records in view too."""
+    eight = host("llama-3.1-8b", "h200", assume=ENGINES["vllm"])
     for name, tokens in (("32k", 32_768), ("128k", 131_072)):
         ours = records()[f"vllm-first-token-{name}-against-computing"]
         assert eight.first_token(tokens, eight.load(tokens, DRAM), True) == pytest.approx(ours["ours"], rel=0.15)
+        computed = eight.first_token(tokens, eight.compute(tokens), False)
+        assert computed == pytest.approx(ours["ours"] * ours["ratio"], rel=0.15)
 
 
 def test_our_own_computing_and_loading_from_a_disk_on_an_h200() -> None:
-    """131,072 tokens, of a disk that takes 7.35 s for them: 11.65 s computed alone."""
+    """131,072 tokens in transformers: a disk takes 7.35 s for them, computing 11.65 s, and both at once 4.59 s, with
+    76,799 tokens loaded. The share that is reached while something is loaded was chosen with the last in view."""
     found = records()
     disk = TransferLink("that disk", "nvme", 131_072 * 131_072 / found["overlap-load"]["ours"], 1.0, "")
-    eight = host("llama-3.1-8b", "h200")
-    assert eight.load(131_072, StorageTier("nvme", disk)) == pytest.approx(found["overlap-load"]["ours"])
+    eight = host("llama-3.1-8b", "h200", assume=ENGINES["transformers"])
+    tier = StorageTier("nvme", disk)
+    assert eight.load(131_072, tier) == pytest.approx(found["overlap-load"]["ours"])
     assert eight.compute(131_072) == pytest.approx(found["overlap-compute"]["ours"], rel=0.15)
+    seconds, loaded = eight.both(131_072, tier)
+    assert eight.first_token(131_072, seconds, True) == pytest.approx(found["overlap-both"]["ours"], rel=0.15)
+    assert loaded == pytest.approx(76_799, rel=0.15)
+
+
+def test_computing_and_loading_at_once_is_never_slower_than_computing_alone() -> None:
+    eight = host("llama-3.1-8b", "h200")
+    slow = StorageTier("slow", TransferLink("slow", "nvme", 1e6, 1.0, ""))
+    assert eight.both(8192, slow) == (eight.compute(8192), 0)
 
 
 class TestNotReproduced:
     """Figures that the arithmetic misses. Each test holds the difference where it is, and says why."""
 
-    def test_both_at_once_on_our_h200(self) -> None:
-        """4.59 s were measured, 3.8 s are computed: 17 % too little. The prompt is computed in chunks then, and the
-        record's own curves of the two alone, measured in chunks, meet at 4.78 s."""
-        found = records()
-        disk = TransferLink("that disk", "nvme", 131_072 * 131_072 / found["overlap-load"]["ours"], 1.0, "")
-        eight = host("llama-3.1-8b", "h200")
-        seconds, loaded = eight.both(131_072, StorageTier("nvme", disk))
-        both = eight.first_token(131_072, seconds, True)
-        assert both / found["overlap-both"]["ours"] - 1 == pytest.approx(-0.17, abs=0.02)
-        assert loaded == pytest.approx(76_799, rel=0.15)
-
-    @pytest.mark.parametrize(("name", "tokens", "more"), [("32k", 32_768, 0.21), ("128k", 131_072, 0.16)])
-    def test_vllm_computes_faster(self, name: str, tokens: int, more: float) -> None:
-        """1.22 and 10.4 s in vLLM on our H200; ours: 1.47 and 12.0 s. The shares of FLOP/s were chosen for
-        transformers, which takes 1.44 and 11.8 s; with shares between the two, the other figures of this class are
-        missed by more."""
-        ours = records()[f"vllm-first-token-{name}-against-computing"]
-        eight = host("llama-3.1-8b", "h200")
-        computed = eight.first_token(tokens, eight.compute(tokens), False)
-        assert computed / (ours["ours"] * ours["ratio"]) - 1 == pytest.approx(more, abs=0.02)
-
     def test_lmcache_on_an_l4(self) -> None:
-        """15,376 tokens of Llama-3.1-8B: 6.537 s computed, 0.147 s loaded, 44.5 times.
+        """15,376 tokens of Llama-3.1-8B in vLLM: 6.537 s computed, 0.147 s loaded, 44.5 times.
 
-        https://docs.lmcache.ai/kv_cache/storage_backends/cpu_ram.html. Ours: 4.5 s, 0.18 s, 25 times. The part of its
+        https://docs.lmcache.ai/kv_cache/storage_backends/cpu_ram.html. Ours: 3.6 s, 0.18 s, 21 times. The part of its
         operations that an L4 reaches is lower, probably because its 72 W do not allow the clock of the data sheet; and
         that engine took less than 30 ms besides: reading weights and KV alone takes 54 + 7 ms, and loading 75 ms.
         """
         small = host("llama-3.1-8b", "l4")
         computed = small.first_token(15_376, small.compute(15_376), False)
         loaded = small.first_token(15_376, small.load(15_376, DRAM), True)
-        assert computed / 6.537 - 1 == pytest.approx(-0.31, abs=0.02)
-        assert loaded / 0.147 - 1 == pytest.approx(0.24, abs=0.02)
+        assert computed / 6.537 - 1 == pytest.approx(-0.44, abs=0.02)
+        assert loaded / 0.147 - 1 == pytest.approx(0.20, abs=0.02)
 
     def test_llama_3_1_405b_on_hugging_face(self) -> None:
         """123.05 GB for 128,000 tokens in the same table: twice ours. The model was first published with 16 KV heads,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtide.plan.prefill import Prefill
+    from kvtide.sizing.arithmetic import Assumptions
     from kvtide.sizing.plan import SizingPlan
     from kvtide.sizing.trace import NeededCapacity
 
@@ -78,10 +79,21 @@ def plan(
         str | None,
         typer.Option(metavar="A,B", help="Measured: seconds for a token, and for a token and each token before it."),
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="vllm or transformers: which part of the GPU's speed is reached when prompts are computed."),
+    ] = "vllm",
     matmul: Annotated[
-        float, typer.Option(metavar="X", parser=number(0), help="Share of the GPU's FLOP/s that matrix products reach.")
-    ] = 0.5,
-    attention: Annotated[float, typer.Option(metavar="X", parser=number(0), help="The same for attention.")] = 0.55,
+        float | None,
+        typer.Option(
+            metavar="X",
+            parser=number(0),
+            help="Share of the GPU's FLOP/s that matrix products reach. Default: the engine's.",
+        ),
+    ] = None,
+    attention: Annotated[
+        float | None, typer.Option(metavar="X", parser=number(0), help="The same for attention.")
+    ] = None,
     users: Annotated[
         int | None,
         typer.Option(metavar="N", parser=whole(1), help="Contexts of the longest length that should be kept."),
@@ -207,8 +219,18 @@ def _cost(given: dict[str, Any]) -> Prefill | None:
     return PrefillCost(a, b)
 
 
+def _assumptions(given: dict[str, Any]) -> Assumptions:
+    import msgspec
+
+    from kvtide.sizing.arithmetic import ENGINES
+
+    if (engine := given["engine"]) not in ENGINES:
+        raise ConfigError(f"--engine is {engine!r}; choose {' or '.join(ENGINES)}")
+    told = {name: given[name] for name in ("matmul", "attention") if given[name] is not None}
+    return msgspec.structs.replace(ENGINES[engine], **told)
+
+
 def _planned(given: dict[str, Any], lengths: list[int]) -> SizingPlan:
-    from kvtide.sizing.arithmetic import Assumptions
     from kvtide.sizing.hardware import measured
     from kvtide.sizing.plan import Demand, plan
     from kvtide.units import parse_duration
@@ -228,7 +250,7 @@ def _planned(given: dict[str, Any], lengths: list[int]) -> SizingPlan:
         nvme_capacity=given["nvme"],
         network=None if given["network"] in ("", "none") else given["network"],
         prefill=_cost(given),
-        assume=Assumptions(matmul=given["matmul"], attention=given["attention"]),
+        assume=_assumptions(given),
         demand=Demand(
             users=given["users"],
             hit_rate=given["hit_rate"],

@@ -18,25 +18,33 @@ from kvtide.plan.prefill import PrefillCost
 from kvtide.sizing.hardware import Gpu, TransferLink
 from kvtide.sizing.models import ModelShape
 
-__all__ = ["LONGEST", "Assumptions", "Host", "StorageTier"]
+__all__ = ["ENGINES", "LONGEST", "Assumptions", "Host", "StorageTier"]
 
 LONGEST = 1 << 24
 """The longest prompt, in tokens, for which a break-even is sought."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What no data sheet says. The first three are chosen to fit our measurements of Llama-3-8B on an H200."""
+    """What no data sheet says. The first four are chosen to fit our measurements of Llama-3-8B on an H200; these are
+    those of vLLM."""
 
-    matmul: float = 0.5
+    matmul: float = 0.64
     """The part of the GPU's operations per second that matrix products of a prompt reach."""
-    attention: float = 0.55
+    attention: float = 0.61
     """The same for attention."""
-    engine_seconds: float = 0.030
+    engine_seconds: float = 0.025
     """What an engine takes for a request besides its computing: scheduling, launches, sampling."""
+    while_loading: float = 0.7
+    """How fast a prompt is computed while the rest of it is loaded, as a part of its usual speed: it is computed in
+    chunks then."""
     memory: float = 0.8
     """The part of the GPU's memory bandwidth that decoding reaches."""
     usable: float = 0.9
     """The part of the GPU's memory that weights and KV may take."""
+
+
+ENGINES = {"vllm": Assumptions(), "transformers": Assumptions(matmul=0.5, attention=0.55, engine_seconds=0.030)}
+"""The assumptions for engines."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +132,7 @@ class Host:
     def both(self, tokens: int, tier: StorageTier) -> tuple[float, int]:
         """Seconds for computing from the front while loading from the back, and the tokens that are loaded.
 
-        The two do not slow each other down. Computing begins at the front, where tokens are cheapest; what is loaded
-        are the last tokens.
+        Computing begins at the front, where tokens are cheapest; what is loaded are the last tokens.
         """
         layout = self.shape.layout
         block = layout.block_tokens
@@ -134,6 +141,7 @@ class Host:
         computed = np.minimum(fronts * block, tokens)
         compute = self.cost.per_token * computed + self.cost.per_token_context * computed.astype(np.float64) ** 2 / 2
         once, copied = self._after(fronts, blocks)
+        compute[:-1] /= self.assume.while_loading  # but for the last place, where nothing is loaded
         load = np.maximum(once / tier.speed, copied / (self.bus.speed * self.gpus))
         best = int(np.argmin(np.maximum(compute, load)))
         return float(max(compute[best], load[best])), tokens - int(computed[best])

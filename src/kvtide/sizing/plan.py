@@ -196,7 +196,7 @@ def _check(gpus: int | None, contexts: Sequence[int], drives: int, demand: Deman
         if number is not None and not 1 <= number <= 1024:
             raise ConfigError(f"{name} is {number}; it must be at least 1 and at most 1,024")
     demand.check()
-    for name in ("matmul", "attention", "memory", "usable"):
+    for name in ("matmul", "attention", "while_loading", "memory", "usable"):
         if not 0 < getattr(assume, name) <= 1:
             raise ConfigError(f"{name} is {getattr(assume, name):g}; it is a part: above 0, and at most 1")
     if not 0 <= assume.engine_seconds < 3600:
