@@ -204,7 +204,7 @@ def main() -> None:
                 told = "" if record.ratio is None else f", {record.ratio:.2f} x {record.against}"
                 print(f"{record.name}: {record.ours:g} {record.unit}{told}{_verdict(record.met)}", flush=True)
                 missed += record.met is False
-        print(f"{missed} targets missed" if missed else "all targets met")
+        print(f"{missed} target{'s' if missed > 1 else ''} missed" if missed else "all targets met")
     write_report()
     readme.main()
 
