@@ -40,12 +40,15 @@ RESULT = Path(__file__).parent / "results" / "compare" / "explain_cost.json"
 MIB = 1 << 20
 SMALL = kvtide.Layout.attention(layers=1, heads=1, head_dim=64, dtype="uint8", block_tokens=16)  # 2 KiB
 LARGE = kvtide.Layout.attention(layers=16, heads=2, head_dim=64, dtype="bfloat16", block_tokens=128)  # 1 MiB
+LLAMA = kvtide.Layout.attention(layers=32, heads=8, head_dim=128)  # 32 MiB, of 256 tokens
 MATCHED = 64
 """Blocks of a prompt that is matched."""
 ROUNDS = 16
 """Rounds of each kind in a pair."""
 WRITTEN = 20_000
 """Records that are written to measure the thread that writes them."""
+CALLS = 2000
+"""The most calls for that."""
 
 Round = Callable[[], int]
 """One round; answers how many calls it made."""
@@ -102,6 +105,7 @@ TASKS: dict[str, Callable[[ExitStack], Task]] = {
     "store, 1 x 2 KiB": lambda stack: _stores(stack, SMALL, 1, 10),
     "store, 256 x 2 KiB": lambda stack: _stores(stack, SMALL, 256, 1),
     "store, 1 x 1 MiB": lambda stack: _stores(stack, LARGE, 1, 5),
+    "store, 1 x 32 MiB": lambda stack: _stores(stack, LLAMA, 1, 2),
     "store, 64 x 1 MiB": lambda stack: _stores(stack, LARGE, 64, 1),
 }
 
@@ -150,10 +154,12 @@ def _written(task: Task, switch: _Switch) -> float:
 
     log._enter = timed  # type: ignore[method-assign]
     before = log.statistics().records
-    while log.statistics().records < before + WRITTEN:
+    while log.statistics().records < before + WRITTEN and calls < CALLS:
         calls += task.round()
         if log.statistics().records == before:
             return 0.0  # nothing leaves
+    with task.store.index.lock:
+        log.write()
     return spent / calls
 
 
