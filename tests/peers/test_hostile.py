@@ -186,7 +186,7 @@ def test_a_newer_asker_is_answered_in_this_version(served: tuple[Store, PeerServ
     connection = Tcp().connect(server.address, 10)
     connection.send([p.Hello(1, 9, 0xFFFFFFFF, bytes(32)).pack()])
     welcome = p.Welcome.parse(received(connection, p.WELCOME.size))
-    assert (welcome.version, welcome.features) == (1, p.FEATURES)
+    assert (welcome.version, welcome.features) == (1, p.FEATURES & ~p.ADDRESSED), "it announces no address"
     connection.close()
 
 
