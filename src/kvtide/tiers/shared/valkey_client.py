@@ -341,6 +341,9 @@ def checked(reply: Any) -> Any:
         raise UnfitServer(errno.EACCES, f"it does not accept this user and password for that ({word})")
     if word == "OOM":
         raise OSError(errno.ENOSPC, "Valkey is full, and finds nothing to evict")
+    if word == "WRONGTYPE":
+        text = "Valkey has something else under the name of a key of kvtide (WRONGTYPE): does another program use it?"
+        raise OSError(errno.EPROTO, text)
     raise OSError(errno.EIO, f"Valkey refused ({word})")
 
 
