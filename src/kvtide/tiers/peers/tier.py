@@ -72,6 +72,10 @@ _FOUND: Callable[[tuple[object, ...]], FoundBlock] = functools.partial(tuple.__n
 """Makes the entry of a block from its fields, without a call of Python code: a lookup makes hundreds."""
 
 
+class _NotAsked(OSError):  # noqa: N818 - a finding
+    """A block was not asked for, since the node is away. It says nothing new about the node."""
+
+
 class _Worker:
     """A connection, and what its thread needs to verify records."""
 
@@ -301,7 +305,7 @@ class PeerTier(ReadOnlyTier):
             left = set(numbers)
             try:
                 if self.away:
-                    raise OSError(errno.EHOSTDOWN, "the node is away")
+                    raise _NotAsked(errno.EHOSTDOWN, "the node is away")
                 self._check(who)
                 for i, size in self._read_some(run, numbers, worker):
                     sizes[i] = size
@@ -380,7 +384,7 @@ class PeerTier(ReadOnlyTier):
     def _failed(self, verb: str, e: Exception, count: int) -> None:
         self._counters.failed(verb, e, count)
         self.replaced |= isinstance(e, OtherNode)
-        if isinstance(e, OSError) and e.errno != errno.EHOSTDOWN and self._availability.failed(e):
+        if isinstance(e, OSError) and not isinstance(e, _NotAsked) and self._availability.failed(e):
             self.call_soon(self.lost)
 
     def _no_answer(self, verb: str, count: int) -> None:
