@@ -22,6 +22,7 @@ import errno
 import functools
 import itertools
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
@@ -250,7 +251,10 @@ class PeerTier(ReadOnlyTier):
         start = 0
         # Blocks of one identity follow each other. A prompt that waited behind one whose lookup failed does not ask.
         every, whose = [key for key, _ in options], [who for _, who in options]
-        while start < len(options) and not self.away:
+        # Each request has its own deadline; a node that answers each late, or takes few blocks at a time, must not make
+        # a prompt wait for all of them.
+        end = time.monotonic() + LOOKUP
+        while start < len(options) and not self.away and time.monotonic() < end:
             who = whose[start]
             count = min(worker.link.credit.keys, len(options) - start)
             if whose.count(who) < len(options):
