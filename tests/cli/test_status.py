@@ -17,7 +17,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvtide import cli
+from kvtide import Store, cli
+from kvtide import config as configuration
+from kvtide.cli import cluster
 from kvtide.cli.status import frame
 from kvtide.errors import TierError
 from kvtide.node.client.client import Client
@@ -25,7 +27,9 @@ from kvtide.store.node_statistics import ClientStatistics, NodeStatistics, Statu
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
 from kvtide.tiers.shared.credits import BudgetStatistics
+from kvtide.transfer.node_search import ClusterStatistics, MemberStatistics
 from tests.node.serving import Process, eventually
+from tests.peers.nodes import token
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,28 @@ def test_one_frame_shows_tiers_hits_queues_and_clients(node: Process) -> None:
     assert mine[-5:-1] != ["0"] * 4
     assert max(map(len, text.splitlines())) <= 160
     assert "rights to read 1, to write 0" in text
+
+
+def test_addresses_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Also those that begin with a letter, which a table could take for a style."""
+    peers = {"addresses": "[fd00::7]:9411", "token_file": token(tmp_path)}
+    with Store(configuration.read(None, env={}, dram={"budget": "1MiB", "segment": "1MiB"}, peers=peers)) as store:
+        statistics = store.statistics()
+    members = tuple(MemberStatistics(n, n, "[fd00::8]:9411", "peer 1") for n in (1, 2))
+    now = Status(replace(statistics, cluster=ClusterStatistics(members)), NodeStatistics(1, "", 1.0))
+    text = "\n".join(" ".join(line) for line in shown(now))
+    assert text.count("peer [fd00::7]:9411") == 5, "tiers, traffic, hits, lanes and speeds"
+    assert text.count("peer 1 is [fd00::8]:9411") == 2
+
+
+def test_the_table_of_a_cluster_shows_any_address(capsys: pytest.CaptureFixture[str]) -> None:
+    addresses = ["[fd00::8]:9411", "[/fd00::9]:9411"]
+    member = {"number": 1, "epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False}
+    members = [{**member, "address": one, "bytes_per_second": 0.0, "round_trip": 0.0} for one in addresses]
+    directory = {"entries": 0, "bytes": 0}
+    cluster._show({"members": members, "directory": directory, "node": None, "lookups": None}, clear=False)
+    text = capsys.readouterr().out
+    assert all(one in text for one in addresses)
 
 
 def test_the_most_frequent_reasons_of_misses_are_shown(node: Process) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from kvtide import Session, Store, Tenant
 from kvtide.block import BlockKey
 from kvtide.errors import ConfigError
 from kvtide.index.index import ABSENT, DRAM, SEALED
+from kvtide.peers.announcer import Announcer
 from kvtide.store.node_statistics import DrainStatistics
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
+from kvtide.tiers.peers.directory import open_directory
 from kvtide.transfer.node_search import ClusterStatistics
 from tests.peers.cluster import Cluster, Part
 
@@ -312,8 +316,6 @@ def test_what_a_member_holds_is_written_to_the_own_disk_when_it_is_asked_for_twi
 
 
 def test_a_store_without_other_members_has_no_line_and_no_threads_for_them(cluster: Cluster) -> None:
-    import threading
-
     before = threading.active_count()
     reader = cluster.reader(peers={"most": 32})
     assert threading.active_count() - before < 12
@@ -391,6 +393,28 @@ def test_a_drain_that_fails_says_so(cluster: Cluster, tmp_path: Path, monkeypatc
     part.node.drain()
     until(lambda: (draining := part.node.statistics().draining) is not None and draining.done)
     assert part.node.statistics().draining == DrainStatistics(1, 1, True, ["files"])
+
+
+def test_without_threads_for_all_of_it_a_node_does_not_join_by_half(cluster: Cluster, monkeypatch: Any) -> None:
+    """A membership that is left behind would renew its lease, and end that of the next one, again and again."""
+    part = cluster.part()
+    part.node.drain()
+    until(lambda: (draining := part.node.statistics().draining) is not None and draining.done)
+
+    def refused(self: Announcer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Announcer, "start", refused)
+        part.node.resume()
+        until(lambda: part.node._thread is None)
+        with pytest.raises(RuntimeError):
+            cluster.part()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvtide-membership"]
+    with closing(open_directory(cluster.valkey.url, cluster="kvtide", timeout=10.0)) as directory:
+        assert not directory.members()
+    part.node.resume()
+    until(lambda: part.node.statistics().epoch > 0)
 
 
 @pytest.mark.parametrize("when", ["through", "ghost"])

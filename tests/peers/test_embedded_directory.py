@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvtide import config as configuration
 from kvtide.config import Peers
 from kvtide.errors import ConfigError
 from kvtide.peers.embedded_directory import EmbeddedDirectory
 from kvtide.testing.interface import until
-from kvtide.tiers.peers.cluster import check_cluster, directory_password
+from kvtide.tiers.peers.cluster import check_cluster, directory_of, directory_password
+from kvtide.tiers.peers.directory import BlockDirectory
+from kvtide.tiers.shared.valkey_client import UnfitServer
 from tests.peers.nodes import token
 from tests.peers.test_cluster_nodes import pair_of_ports
 
@@ -49,6 +52,32 @@ def test_a_directory_that_was_found_is_replaced_when_it_ends(tmp_path: Path) -> 
             first.close()
             until(lambda: process_of(settings) not in ("", own))
     assert not process_of(settings)
+
+
+def test_nodes_log_in_with_the_secret_that_they_have_now(tmp_path: Path) -> None:
+    """It was replaced on all hosts, and then the node with the directory was restarted."""
+    settings = settings_of(tmp_path)
+    with closing(EmbeddedDirectory(settings)) as first:
+        reading = structs.replace(settings, directory=f"embedded://{first.host}:{first.port}", listen="")
+        with closing(directory_of(reading)) as directory:
+            assert not directory.members()
+            token(tmp_path, text="a secret that all the nodes have from now on: 0123456789")
+            first.close()
+            with closing(EmbeddedDirectory(settings)):
+                until(lambda: answers(directory))
+            Path(settings.token_file).chmod(0o644)
+            with pytest.raises(OSError, match="chmod 600"):
+                directory.members()
+            Path(settings.token_file).chmod(0o600)
+
+
+def answers(directory: BlockDirectory) -> bool:
+    try:
+        return not directory.members()
+    except UnfitServer:
+        raise
+    except OSError:
+        return False
 
 
 def test_a_node_that_starts_the_directory_sends_the_password_to_nobody(tmp_path: Path) -> None:

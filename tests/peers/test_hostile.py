@@ -15,6 +15,7 @@ import pytest
 from kvtide import Session, Store
 from kvtide.block import DIGEST
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.peers.callers import PeerCaller, PeerCallers
 from kvtide.peers.server import PeerServer
 from kvtide.testing.blocks import aligned, identity
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
@@ -186,7 +187,7 @@ def test_a_newer_asker_is_answered_in_this_version(served: tuple[Store, PeerServ
     connection = Tcp().connect(server.address, 10)
     connection.send([p.Hello(1, 9, 0xFFFFFFFF, bytes(32)).pack()])
     welcome = p.Welcome.parse(received(connection, p.WELCOME.size))
-    assert (welcome.version, welcome.features) == (1, p.FEATURES)
+    assert (welcome.version, welcome.features) == (1, p.FEATURES & ~p.ADDRESSED), "it announces no address"
     connection.close()
 
 
@@ -250,6 +251,35 @@ def test_one_address_does_not_get_all_connections(stores: Stores) -> None:
         assert server.statistics().closed == {Violation.TOO_MANY.value: 1}
         assert kept[0].locate(WHO, [bytes(DIGEST)]).presence.tolist() == [0], "those that it has are served"
     until(lambda: server.statistics().connections == 0)
+
+
+class Unconnected:
+    """A connection as far as ``PeerCallers`` needs it."""
+
+    due = 0.0
+    encrypted = False
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+
+    def close(self) -> None: ...
+    def interrupt(self) -> None: ...
+
+
+def test_connections_of_all_addresses_together_are_limited() -> None:
+    """Those that were let in before the others had authenticated themselves are no exception."""
+    callers = PeerCallers()
+    several = [PeerCaller(Unconnected(f"10.0.{n}.7:1")) for n in range(280)]  # type: ignore[arg-type]
+    for caller in several[:250]:
+        assert callers.add(caller)
+        callers.known(caller)
+    for caller in several[250:]:
+        assert callers.add(caller)
+    for caller in several[250:256]:
+        callers.known(caller)
+    for caller in several[256:]:
+        with pytest.raises(p.PeerViolation, match="too many"):
+            callers.known(caller)
 
 
 def test_fuzzed_requests(served: tuple[Store, PeerServer, Session]) -> None:

@@ -145,6 +145,7 @@ def _found(status: Status, directory: BlockDirectory, prompt: dict[str, list[byt
 
 def _show(found: dict[str, object], *, clear: bool) -> None:
     from rich.console import Console, Group
+    from rich.markup import escape
     from rich.table import Table
 
     from kvtide.formatting import size
@@ -161,7 +162,7 @@ def _show(found: dict[str, object], *, clear: bool) -> None:
         rate, seconds = member["bytes_per_second"], member["round_trip"]
         where = "this node" if member["this_node"] else member["tier"] + (", away" if member["away"] else "")
         table.add_row(
-            member["address"],
+            escape(member["address"]),
             str(member["number"]),
             str(member["epoch"]),
             f"{member['lease_left']:.1f} s",

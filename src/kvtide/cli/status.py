@@ -92,6 +92,7 @@ def status(
 def frame(now: Status, last: Status | None = None) -> RenderableType:
     """The status of a node; with rates since ``last``, if the node was not restarted since."""
     from rich.console import Group
+    from rich.markup import escape
     from rich.text import Text
 
     from kvtide.formatting import share, size
@@ -138,7 +139,7 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
     if (dram := now.store.tiers.get("dram")) is not None and dram.bytes_taken:
         taken, huge = size(dram.bytes_taken), share(dram.bytes_huge, dram.bytes_taken)
         parts += ["", f"{taken} of memory are taken, {huge} of it in huge pages"]
-    return Group(*parts, "", *notes)
+    return Group(*parts, "", *map(escape, notes))
 
 
 def _cluster(now: Status) -> list[str]:
@@ -181,6 +182,7 @@ def _table(*columns: str) -> Table:
 
 
 def _tiers(now: Status) -> Table:
+    from rich.markup import escape
     from rich.progress_bar import ProgressBar
 
     from kvtide.formatting import share, size
@@ -189,7 +191,7 @@ def _tiers(now: Status) -> Table:
     for name, tier in now.store.tiers.items():
         evictor = now.store.pipeline.evictors.get(name)
         table.add_row(
-            f"[red]{name}: failed[/red]" if tier.failed else name,
+            f"[red]{escape(name)}: failed[/red]" if tier.failed else escape(name),
             ProgressBar(total=tier.budget, completed=tier.bytes_used, width=20),
             share(tier.bytes_used, tier.budget),
             size(tier.budget),
@@ -200,6 +202,8 @@ def _tiers(now: Status) -> Table:
 
 
 def _traffic(now: Status, last: Status | None) -> Table:
+    from rich.markup import escape
+
     from kvtide.formatting import size
 
     table = _table("tier", "read/s", "written/s", "evicted", "which were unused for")
@@ -212,7 +216,7 @@ def _traffic(now: Status, last: Status | None) -> Table:
             rates = [size(n / seconds) for n in moved]
         evictor = now.store.pipeline.evictors.get(name)
         gone = (f"{evictor.ages.count:,}", _age(evictor.ages.total, evictor.ages.count)) if evictor else ()
-        table.add_row(name, *rates, *gone)
+        table.add_row(escape(name), *rates, *gone)
     return table
 
 
@@ -241,6 +245,8 @@ def _age(total: float, count: int) -> str:
 
 
 def _hits(now: Status, last: Status | None) -> Table:
+    from rich.markup import escape
+
     from kvtide.formatting import share
 
     table = _table("tokens asked for", "since the start", "", "lately", "")
@@ -250,17 +256,20 @@ def _hits(now: Status, last: Status | None) -> Table:
     names = {"slower": "there, but quicker to compute", "missed": "missed"}
     for name, count in tokens.items():
         lately = (f"{recent[name]:,}", share(recent[name], sum(recent.values()))) if recent else ("-", "-")
-        table.add_row(names.get(name, f"found in {name}"), f"{count:,}", share(count, sum(tokens.values())), *lately)
+        what = names.get(name, f"found in {escape(name)}")
+        table.add_row(what, f"{count:,}", share(count, sum(tokens.values())), *lately)
     return table
 
 
 def _lanes(now: Status) -> Table:
+    from rich.markup import escape
+
     from kvtide.formatting import size
 
     table = _table("lane", "waiting to read", "", "to write", "", "under way")
     for name, lane in now.store.lanes.items():
         table.add_row(
-            name,
+            escape(name),
             f"{lane.reads_waiting:,}",
             size(lane.read_bytes_waiting),
             f"{lane.writes_waiting:,}",
@@ -271,13 +280,15 @@ def _lanes(now: Status) -> Table:
 
 
 def _speeds(now: Status) -> Table:
+    from rich.markup import escape
+
     from kvtide.formatting import size
 
     table = _table("lane", "reads at", "writes at", "may write")
     for name, lane in now.store.lanes.items():
         budget = now.store.pipeline.write_budgets.get(name)
         table.add_row(
-            name,
+            escape(name),
             _speed(lane.read_speed),
             _speed(lane.write_speed),
             "all" if budget is None else size(max(0.0, budget.bytes_left)),

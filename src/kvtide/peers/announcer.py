@@ -168,8 +168,9 @@ class Announcer:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="kvtide-announcer", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kvtide-announcer", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         while not self._closed.is_set():

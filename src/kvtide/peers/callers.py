@@ -103,9 +103,10 @@ class PeerCallers:
         next((one for one in strangers if not one.heard), strangers[0]).end(Violation.TOO_MANY)
 
     def known(self, caller: PeerCaller) -> None:
-        """It is authenticated. Raises PeerViolation if its address has too many such connections."""
+        """It is authenticated. Raises PeerViolation if there are too many such connections, or of its address."""
         with self._lock:
-            if sum(one.host == caller.host and not one.stranger for one in self._callers.values()) >= _EACH:
+            hosts = [one.host for one in self._callers.values() if not one.stranger]
+            if len(hosts) >= _CONNECTIONS or hosts.count(caller.host) >= _EACH:
                 raise PeerViolation(Violation.TOO_MANY)
             caller.stranger = False
 

@@ -57,12 +57,16 @@ class ClusterNode:
     def _join(self) -> tuple[Membership, Announcer]:
         membership = Membership(self._directory, self._store.name, self.address, lease=self._lease)
         announcer = Announcer.of(self._store, self._directory, membership)
-        membership.start()
-        announcer.start()
+        with contextlib.ExitStack() as undo:  # there may be no more threads
+            undo.callback(membership.close)
+            undo.callback(announcer.close)
+            membership.start()
+            announcer.start()
+            undo.pop_all()
         return membership, announcer
 
     def statistics(self) -> ClusterServing:
-        own = self._membership.own
+        own, drain = self._membership.own, self._drain
         announced = self._announcer.statistics()
         return ClusterServing(
             self.address,
@@ -73,7 +77,7 @@ class ClusterNode:
             announced.rows_left,
             announced.rebuilds,
             announced.failures,
-            self._drain.statistics() if self._drain is not None else None,
+            drain.statistics() if drain is not None else None,
         )
 
     def drain(self) -> None:

@@ -172,8 +172,9 @@ class Membership:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="kvtide-membership", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kvtide-membership", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         while not self._closed:

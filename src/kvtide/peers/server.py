@@ -35,6 +35,7 @@ from kvtide.store.node_statistics import PeerServing
 from kvtide.store.store import Store
 from kvtide.tiers.format.encryption import OPEN
 from kvtide.tiers.format.packer import Packer
+from kvtide.tiers.peers.cluster import announced_address
 from kvtide.tiers.peers.greeting import let_in, received
 from kvtide.tiers.peers.protocol import (
     ALL,
@@ -95,6 +96,8 @@ class PeerServer:
         self.address = self._listener.address
         with contextlib.ExitStack() as undo:
             undo.callback(self._listener.close)
+            # Of a node that is in no directory, others have the address from their own settings, as it is called there.
+            self._announced = announced_address(settings, self.address) if settings.directory else ""
             self._watchdog = Watchdog(settings.timeout)
             undo.callback(self._watchdog.close)
             self._acceptor = threading.Thread(target=self._accept, name="kvtide-peers-accept", daemon=True)
@@ -169,7 +172,7 @@ class PeerServer:
         try:
             self._watchdog.limit(connection, min(self._timeout, _GREETING))
             connection.begin()
-            let_in(GreetedPeer(caller), self._trust.secret(), self._credit, self._name)
+            let_in(GreetedPeer(caller), self._trust.secret(), self._credit, self._name, self._announced)
             self._callers.known(caller)
             packer, last = Packer("raw", OPEN), 0
             while not self._stop.is_set():

@@ -6,6 +6,7 @@ next port, and has a password that is derived from the nodes' secret. Others nam
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from urllib.parse import urlsplit
@@ -145,14 +146,14 @@ def directory_password(settings: Peers) -> str:
 def directory_of(settings: Peers) -> BlockDirectory:
     """The directory of a configuration. Raises ConfigError."""
     check_cluster(settings)
-    url, password = settings.directory, ""
+    url, password = settings.directory, None
     if url == EMBEDDED:
         raise ConfigError(
             "peers.directory is 'embedded': only a node (kvtide node) starts one. To read from its cluster, name it: "
             "embedded://HOST:PORT"
         )
     if url.startswith(_THERE):
-        url, password = f"valkey://{_named_at(url)[1]}/0", directory_password(settings)
+        url, password = f"valkey://{_named_at(url)[1]}/0", functools.partial(directory_password, settings)
     login = Login(
         settings.directory_user,
         settings.directory_password_file,

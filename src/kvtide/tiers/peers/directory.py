@@ -408,7 +408,8 @@ def _parsed(reply: Any) -> Leases:
         member = Member(int.from_bytes(about[:2], "big"), _whole(epoch), about[2:18], address)
         if not 0 < member.epoch < _EPOCHS:
             raise _nonsense()
-        left[member] = _whole(rest) / 1000
+        if address.isprintable():  # it is logged and shown; a node announces no other
+            left[member] = _whole(rest) / 1000
     return Leases(_whole(reply[1]), left)
 
 

@@ -288,10 +288,15 @@ end
 local entries, removed = 0, 0
 for bucket = first, last do
   local key = base .. string.char(math.floor(bucket / 256), bucket % 256)
-  local all = call('HGETALL', key)
+  local all = redis.pcall('HGETALL', key)
+  if all.err then  -- it is no hash: somebody else wrote it
+    call('DEL', key)
+    all = {{}}
+  end
   if #all > 0 then call('PEXPIRE', key, {TTL}) end
   for i = 1, #all, 2 do
     local value, kept = all[i + 1], nil
+    if #value % {EPOCH} ~= 0 or #value > {HOLDERS * EPOCH} or #all[i] ~= {FIELD} then value, kept = '', '' end
     for j = 1, #value, {EPOCH} do
       if dead(sub(value, j, j + {EPOCH - 1})) then
         kept = kept or sub(value, 1, j - 1)
@@ -308,19 +313,21 @@ for bucket = first, last do
     end
   end
 end
-if entries > 0 then call('HINCRBY', roster, 'entries', -entries) end
 local decimal = {{}}
 for epoch, alive in pairs(live) do if alive then decimal[string.format('%.0f', whole(epoch))] = true end end
-for _, epoch in ipairs(call('HKEYS', roster)) do
+local listed = redis.pcall('HKEYS', roster)
+if listed.err then call('DEL', roster) end  -- the members that published here notice it, and join again
+for _, epoch in ipairs(listed) do
   local number = tonumber(epoch)
   if number and number <= newest and not decimal[epoch] then call('HDEL', roster, epoch) end
 end
+if entries > 0 then call('HINCRBY', roster, 'entries', -entries) end
 call('PEXPIRE', roster, {TTL})
 return removed
 """,
 )
 """Arguments: the live epochs, 5 bytes each; the newest epoch when these were listed; the first bucket, and the last.
-Removes older epochs that are not live; returns how many there were."""
+Removes older epochs that are not live, and whatever no node has written; returns how many epochs there were."""
 
 SAMPLE = Script(
     "sample",

@@ -37,6 +37,7 @@ from kvtide.tiers.peers.protocol import (
     Presence,
     RequestCredit,
     Violation,
+    Welcome,
     pack_identity,
     parse_located,
 )
@@ -253,13 +254,16 @@ class PeerLink:
             connection.begin()
         except ConfigError as e:  # files of secrets and certificates are read now
             raise OSError(errno.EACCES, str(e)) from e
-        welcome = ask_in(connection, secret)
+        # Who is named was found in a directory, and so was the address: see protocol.py.
+        welcome = ask_in(connection, secret, self._address if self._named else "", self._check_node)
+        self._credit = welcome.credit
+        return connection
+
+    def _check_node(self, welcome: Welcome) -> None:
         if welcome.node == self._own:
             raise OwnAddress(errno.ELOOP, "the address is this node's own")
         if self._named and welcome.node != self._named:
             raise OtherNode(errno.ESTALE, "another node is at its address now, or it was restarted")
-        self._credit = welcome.credit
-        return connection
 
     def _check_open(self) -> None:
         if self._closed:

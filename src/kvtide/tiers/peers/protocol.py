@@ -16,6 +16,9 @@ identity, and an answer says for each block no more than that it is there or is 
 sections that a tier on disk would store (``tiers/format/record.py``), uncompressed and not encrypted: the reader checks
 key, owner, layout and every checksum before it uses a byte.
 
+A member of a cluster is asked at the address that the directory says, and whoever can write there could say another
+one, and pass on the greeting of the node. So the proofs cover that address then: both sides must mean the same.
+
 *RequestCredit* is what one request may ask for: so many blocks to locate, so many blocks and bytes to read. A single
 block may always be read, however large."""
 
@@ -33,6 +36,7 @@ from kvtide.block import DIGEST, Geometry
 from kvtide.tiers.base import Identity
 
 __all__ = [
+    "ADDRESSED",
     "FEATURES",
     "HELLO",
     "IDENTITY",
@@ -65,7 +69,9 @@ __all__ = [
 MAGIC = b"KVTPEER\n"
 OLDEST = NEWEST = 1
 """The versions of the protocol that this side understands."""
-FEATURES = 0
+ADDRESSED = 1 << 1
+"""The feature that the proofs cover the address at which the asker looks for the server."""
+FEATURES = ADDRESSED
 """A bit for each optional extension that this side understands; both use those that both have."""
 
 HELLO = struct.Struct("<8sHHI32s")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import binascii
 import contextlib
 import errno
+import functools
 import logging
 import ssl
 import threading
@@ -66,8 +67,8 @@ class Login(NamedTuple):
     """The setting with the address."""
     harm: str = "read and delete whatever that storage has"
     """What who knows the password can do."""
-    password: str = ""
-    """Instead of ``password_file``."""
+    password: Callable[[], str] | None = None
+    """Instead of ``password_file``. May raise ConfigError."""
 
 
 class ValkeyClient:
@@ -89,7 +90,8 @@ class ValkeyClient:
         self.host, self._database, tls = _parse(url, login)
         self._setting = login.url
         self._tls = _context(login) if tls else None
-        self._login = _words(login)
+        self._words = functools.partial(_words, login)
+        self._words()  # errors are reported now, and not at the first connection
         self._check = check
         self._lock = threading.Lock()
         self._idle: dict[Address, list[ValkeyConnection]] = {}
@@ -276,10 +278,14 @@ class ValkeyClient:
             connection.close()
 
     def _connect(self, address: Address, end: float) -> ValkeyConnection:
+        try:
+            words = self._words()  # the password may have been replaced since the last connection
+        except ConfigError as e:
+            raise OSError(errno.EACCES, str(e)) from e
         connection = ValkeyConnection(address, self._tls, end)
         try:
-            if self._login:
-                checked(_call(connection, end, b"AUTH", *self._login))
+            if words:
+                checked(_call(connection, end, b"AUTH", *words))
             about = _facts(checked(_call(connection, end, b"INFO")))
             self._check(about)
             if about.get("cluster_enabled") == "1":
@@ -341,6 +347,9 @@ def checked(reply: Any) -> Any:
         raise UnfitServer(errno.EACCES, f"it does not accept this user and password for that ({word})")
     if word == "OOM":
         raise OSError(errno.ENOSPC, "Valkey is full, and finds nothing to evict")
+    if word == "WRONGTYPE":
+        text = "Valkey has something else under the name of a key of kvtide (WRONGTYPE): does another program use it?"
+        raise OSError(errno.EPROTO, text)
     raise OSError(errno.EIO, f"Valkey refused ({word})")
 
 
@@ -386,8 +395,8 @@ def _parse(url: str, login: Login) -> tuple[Address, int, bool]:
 
 def _words(login: Login) -> list[bytes]:
     """What is said with AUTH."""
-    if login.password:
-        return [login.password.encode()]
+    if login.password is not None:
+        return [login.password().encode()]
     prefix = login.prefix
     if not login.password_file:
         if login.user:

@@ -67,8 +67,9 @@ class HashLookup:
         if isinstance(values, ValkeyRefused):
             return values
         lengths = [len(value) // self.unit for value in values]
-        if max(lengths) > 255:
-            raise OSError(errno.EPROTO, "Valkey has a value there that is too long")
+        if max(lengths) > 255 or sum(lengths) * self.unit != sum(map(len, values)):
+            # Somebody else wrote one: it counts as none, and must not spoil the others.
+            return self.packed([v if not len(v) % self.unit and len(v) <= 255 * self.unit else b"" for v in values])
         return bytes(lengths) + b"".join(values)
 
 
