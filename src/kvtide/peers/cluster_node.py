@@ -21,6 +21,7 @@ from kvtide.peers.server import PeerServer
 from kvtide.store.node_statistics import ClusterServing
 from kvtide.store.store import Store
 from kvtide.tiers.peers.cluster import announced_address, directory_of
+from kvtide.tiers.peers.measurements import Measurement
 
 __all__ = ["ClusterNode"]
 
@@ -55,11 +56,19 @@ class ClusterNode:
         return f"<ClusterNode {self.address}{', draining' if self._drain is not None else ''}>"
 
     def _join(self) -> tuple[Membership, Announcer]:
-        membership = Membership(self._directory, self._store.name, self.address, lease=self._lease)
+        membership = Membership(
+            self._directory, self._store.name, self.address, lease=self._lease, measured=self._measured
+        )
         announcer = Announcer.of(self._store, self._directory, membership)
         membership.start()
         announcer.start()
         return membership, announcer
+
+    def _measured(self) -> dict[str, Measurement]:
+        """What this node has measured of the others, by their addresses."""
+        nodes = self._store.main.nodes
+        members = nodes.statistics().members if nodes is not None else ()
+        return {member.address: Measurement(member.bytes_per_second, member.round_trip) for member in members}
 
     def statistics(self) -> ClusterServing:
         own = self._membership.own
