@@ -189,7 +189,7 @@ def _tiers(now: Status) -> Table:
     for name, tier in now.store.tiers.items():
         evictor = now.store.pipeline.evictors.get(name)
         table.add_row(
-            f"[red]{name}: failed[/red]" if tier.failed else name,
+            f"[red]{name}: failed[/red]" if tier.failed else f"[yellow]{name}: away[/yellow]" if tier.away else name,
             ProgressBar(total=tier.budget, completed=tier.bytes_used, width=20),
             share(tier.bytes_used, tier.budget),
             size(tier.budget),
