@@ -79,6 +79,11 @@ def _announced(_: Statistics, node: NodeStatistics | None) -> _Samples:
         yield ("removed",), cluster.withdrawn
 
 
+def _joined(_: Statistics, node: NodeStatistics | None) -> _Samples:
+    if node is not None and (cluster := node.cluster) is not None and cluster.draining is None:
+        yield (), bool(cluster.epoch)
+
+
 def _tier(field: str) -> _Source:
     return lambda store, _: [((name,), getattr(tier, field)) for name, tier in store.tiers.items()]
 
@@ -319,6 +324,12 @@ METRICS = (
         ("tier", "reason"),
     ),
     Metric("kvtide_tier_failed", "1 if the tier's disk returns only errors.", _tier("failed"), _TIER),
+    Metric(
+        "kvtide_tier_away",
+        "1 if the tier is another node that does not answer and is left alone for now; it is tried when prompts come.",
+        _tier("away"),
+        _TIER,
+    ),
     # the byte budgets of shared storage
     Metric(
         "kvtide_credit_bytes",
@@ -422,6 +433,11 @@ METRICS = (
         "kvtide_cluster_bound_total",
         "How often a tier for other nodes was bound to a member.",
         _nodes(lambda c: c.bound),
+    ),
+    Metric(
+        "kvtide_cluster_joined",
+        "1 if the node is a member now, so that others find its blocks. Only if it serves, and not while it drains.",
+        _joined,
     ),
     Metric(
         "kvtide_cluster_entries_total",

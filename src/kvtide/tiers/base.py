@@ -159,6 +159,8 @@ class TierStatistics:
     """System errors since the last successful read or write."""
     bytes_huge: int = 0
     """Bytes of the allocated memory that are in huge pages, as far as that is known."""
+    away: bool = False
+    """Whether another node is not asked now, because it does not answer."""
 
     @property
     def failed(self) -> bool:

@@ -44,6 +44,7 @@ from kvtide.block import DIGEST, BlockKey
 from kvtide.errors import ConfigError
 from kvtide.tiers.peers import directory_scripts as scripts
 from kvtide.tiers.peers.directory_scripts import BUCKETS, EPOCH, ITEM, PARTITIONS
+from kvtide.tiers.peers.measurements import Measurement, pack_measurements, unpack_measurements
 from kvtide.tiers.peers.members import Member
 from kvtide.tiers.shared.valkey_client import SLOTS, Login, UnfitServer, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
@@ -199,6 +200,22 @@ class BlockDirectory:
     def leases(self) -> Leases:
         """The live members, with the time that each has left."""
         return _parsed(self._call(scripts.LIST, b""))
+
+    def report(self, member: Member, measured: Mapping[int, Measurement]) -> bool:
+        """Say what a member has measured of others, by their epochs, until it reports again or is no member any more.
+        False if its lease has ended."""
+        return _whole(self._call(scripts.REPORT, b"%d" % member.epoch, pack_measurements(measured))) == 1
+
+    def measurements(self) -> dict[int, dict[int, Measurement]]:
+        """By epoch, what each live member has measured of others, by their epochs. Members of an older version, and
+        those whose row makes no sense, are not there."""
+        reply = self._call(scripts.MEASURED)
+        if not isinstance(reply, list) or len(reply) % 2:
+            raise _nonsense()
+        rows = {
+            _whole(epoch): row for epoch, row in zip(reply[::2], reply[1::2], strict=True) if isinstance(row, bytes)
+        }
+        return {epoch: found for epoch, row in rows.items() if (found := unpack_measurements(row))}
 
     # -- blocks -------------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ class PeerPosition(ReadOnlyTier):
             total = self._earlier
             for tier in (*self._ending, *([] if self._tier is None else [self._tier])):
                 total = _sum(total, tier.statistics())
-            return total
+            return total if self._tier is not None else replace(total, away=False)
 
     def close(self) -> None:
         with self._changed:

@@ -169,6 +169,7 @@ class PeerTier(ReadOnlyTier):
                 bytes_read=counters.read,
                 failed_reads=counters.failures["read"],
                 reasons=tuple(sorted(counters.reasons.items())),
+                away=self.away and not self._availability.own,
             )
 
     def close(self) -> None:
