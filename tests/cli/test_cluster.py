@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from kvtide.cli._cluster_matrix import MatrixCell, matrix_lines
 from kvtide.errors import ConfigError, KvtideError, TierError
 from kvtide.node.client.client import Client
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
-from kvtide.testing.servers import free_ports
+from kvtide.testing.servers import ValkeyServer, free_ports
 from tests.node.serving import Process
 from tests.peers.nodes import token
 
@@ -131,3 +135,31 @@ def test_errors_name_the_setting(clean: pytest.MonkeyPatch, tmp_path: Path) -> N
         assert "go on without it" in text
     finally:
         node.kill()
+
+
+def test_who_watches_sees_when_the_directory_is_away_and_when_it_is_back(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    node = Process(tmp_path / "node")
+    with ValkeyServer(tmp_path / "valkey") as valkey:
+        command = [sys.executable, "-m", "kvtide", "cluster", str(node.path), "--watch", "--every", "100ms"]
+        environment = {**os.environ, "KVTIDE_PEERS_DIRECTORY": valkey.url, "KVTIDE_PEERS_TOKEN_FILE": token(tmp_path)}
+        environment |= {"COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+
+                def shown(text: str) -> None:
+                    assert process.stdout is not None
+                    assert any(text in line for line in process.stdout), f"it ended without {text!r}"
+
+                shown("0 members; directory")
+                valkey.kill()
+                shown("does not answer")
+                valkey.start()
+                shown("0 members; directory")
+                process.send_signal(signal.SIGINT)
+                process.stdout.read()
+                assert process.wait() == 0
+            finally:
+                process.kill()
+                node.kill()

@@ -80,7 +80,12 @@ def cluster(
             _check(status, path, in_settings=directory.named, with_prompt=tokens is not None)
             if tokens is not None and prompt is None:
                 prompt = _prompt(client, tokens, model, secret)
-            found = directory.found(status, prompt) if directory.named else _listed(status)
+            try:
+                found = directory.found(status, prompt) if directory.named else _listed(status)
+            except TierError as e:
+                if as_json or not watch:
+                    raise
+                found = {"problem": str(e)}  # who watches wants to see when it is over
             if as_json:
                 typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
                 return
@@ -280,8 +285,11 @@ def _show(found: dict[str, object], *, clear: bool) -> None:
     from rich.text import Text
 
     console = Console()
-    if isinstance(nodes := found.get("nodes"), list):
-        shown: RenderableType = _show_list(nodes)
+    shown: RenderableType
+    if isinstance(problem := found.get("problem"), str):
+        shown = Text(problem, style="red")
+    elif isinstance(nodes := found.get("nodes"), list):
+        shown = _show_list(nodes)
     else:
         members, matrix = found["members"], found["matrix"]
         assert isinstance(members, list)

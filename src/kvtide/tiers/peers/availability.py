@@ -85,8 +85,8 @@ class Availability:
         with self._lock:
             if self.away and not trial:
                 return False  # several requests failed together
+            own = self.own = isinstance(e, OwnAddress)  # before ``away``: others read both without the lock
             first, self.away = not self.away, True
-            own = self.own = isinstance(e, OwnAddress)
             self._pause = _LONGEST if own else min(_LONGEST, max(_SHORTEST, 2 * self._pause))
             self._trial_at = self._clock.monotonic() + self._pause
             new, self._said = reason != self._said, reason
