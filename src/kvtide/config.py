@@ -305,7 +305,12 @@ class Peers(_Section, frozen=True):
         str, _plain('Names in the certificates of nodes that may read, and be read from: "host7 host8.example.com".')
     ] = ""
     timeout: Annotated[
-        float, _time("How long a node may take to connect, to answer or to take an answer.", ge=0.01)
+        float,
+        _time(
+            "How long a node may take to connect, to answer or to take an answer, and a second more for each 16 MiB of "
+            "blocks; a lookup may take half a second at most.",
+            ge=0.01,
+        ),
     ] = 2.0
     connections: Annotated[
         int, _plain("Connections to each node for blocks; there is one more for lookups.", ge=1, le=32)

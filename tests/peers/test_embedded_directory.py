@@ -88,6 +88,27 @@ def test_a_node_that_starts_the_directory_sends_the_password_to_nobody(tmp_path:
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "CONFIG SET maxmemory 100gb",
+        "CONFIG SET appendonly yes",
+        "CONFIG GET requirepass",
+        "SAVE",
+        "REPLICAOF 127.0.0.1 1",
+        "MONITOR",
+        "SHUTDOWN",
+        "SET other 1",
+    ],
+)
+def test_with_the_password_nobody_gets_more_than_the_directory(tmp_path: Path, command: str) -> None:
+    """It is sent unencrypted, and must not be worth the host's memory and files."""
+    settings = settings_of(tmp_path)
+    with closing(EmbeddedDirectory(settings)):
+        assert "-NOPERM" in asked(settings, command)
+        assert "kvtide:x" in asked(settings, "SET kvtide:x 1\r\nSCAN 0")
+
+
+@pytest.mark.parametrize(
     "peers",
     [
         {"listen": "10.0.0.7:9411"},

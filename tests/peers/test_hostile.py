@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -346,7 +347,13 @@ def test_sections_that_no_block_has(served: tuple[Store, PeerServer, Session], s
 class Liar:
     """A server that knows the secret. ``answer`` gets each request's head and body, and what to say to it."""
 
-    def __init__(self, stores: Stores, answer: Callable[[tuple[int, ...], bytes], bytes]) -> None:
+    def __init__(
+        self,
+        stores: Stores,
+        answer: Callable[[tuple[int, ...], bytes], bytes],
+        credit: RequestCredit = RequestCredit(),  # noqa: B008 - a value
+    ) -> None:
+        self._credit = credit
         settings = stores.store(peers={"listen": "127.0.0.1:0"}).config
         self._trust = PeerTrust(settings.peers, settings.security)
         self._answer = answer
@@ -367,7 +374,7 @@ class Liar:
 
     def _serve(self, connection: PeerConnection) -> None:
         with suppress(OSError):
-            let_in(connection, self._trust.secret(), RequestCredit(), bytes(16))
+            let_in(connection, self._trust.secret(), self._credit, bytes(16))
             while True:
                 head = p.REQUEST.unpack(received(connection, p.REQUEST.size))
                 body = bytes(received(connection, head[3]))
@@ -431,6 +438,24 @@ def test_a_server_that_lies_costs_misses(stores: Stores, lie: str) -> None:
             session.store(TOKENS, data(PLAIN, TOKENS))
             assert length(session, TOKENS) == len(TOKENS)
         assert held(store) == 0
+        store.close()
+
+
+def test_a_lookup_of_many_requests_has_one_deadline(stores: Stores) -> None:
+    """The server wants each block asked for alone, and is slow to answer: a prompt does not wait for all of that."""
+
+    def answer(head: tuple[int, ...], body: bytes) -> bytes:
+        time.sleep(0.1)
+        return p.REPLY.pack(head[0], 0, head[2], head[2], head[4]) + bytes(head[2])
+
+    many = prompt(*range(100))
+    with closing(Liar(stores, answer, RequestCredit(keys=1))) as liar:
+        store = stores.store(liar.address, peers={"timeout": 5.0})
+        with store.session(MODEL) as session:
+            assert length(session, prompt(999)) == 0, "the server is known from now on"
+            assert length(session, many) == 0
+            assert length(session, many) == 0, "what was not asked for in time counts as absent for a while"
+        assert liar.requests < 20
         store.close()
 
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.peers.cluster_node import ClusterNode
 from kvtide.peers.server import PeerServer
 from kvtide.testing.interface import MODEL, PLAIN, data, length, prompt, until
+from kvtide.testing.servers import free_ports
 from kvtide.tiers.peers import protocol as p
 from kvtide.tiers.peers.directory import open_directory
 from kvtide.tiers.peers.greeting import ask_in, received
 from kvtide.tiers.peers.tcp import Tcp
 from kvtide.tiers.peers.transport import PeerConnection
-from tests.peers.cluster import Cluster
-from tests.peers.nodes import Stores, token
+from tests.peers.cluster import Cluster, Part
+from tests.peers.nodes import Proxy, Stores, token
 
 TOKENS = prompt(1, 2, 3)
 
@@ -120,3 +122,21 @@ def test_a_member_is_asked_at_the_address_that_it_announces(cluster: Cluster) ->
             assert length(session, TOKENS) == 0
             directory.join(member.store.name, member.node.address, 60.0)
             until(lambda: length(session, TOKENS) == len(TOKENS))
+
+
+def test_a_member_behind_a_proxy_is_asked_there(cluster: Cluster) -> None:
+    """What proves an address is that the node announces it, and not where its port is."""
+    listen = f"127.0.0.1:{free_ports(1)[0]}"
+    with ExitStack() as stack:
+        proxy = stack.enter_context(closing(Proxy(listen)))
+        store = cluster.stores.store(peers={"listen": listen, "announce": proxy.address})
+        server = PeerServer(store)
+        member = Part(store, server, ClusterNode(store, server))
+        stack.callback(member.close)
+        with store.session(MODEL) as session:
+            session.store(TOKENS, data(PLAIN, TOKENS))
+        reader = cluster.reader()
+        with reader.session(MODEL) as session:
+            until(lambda: length(session, TOKENS) == len(TOKENS))
+        assert proxy.passed
+        reader.close()

@@ -405,7 +405,7 @@ def test_no_error_ends_the_threads(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     for _ in range(3):
         assert one.announcer.step() < 100
     assert one.announcer.statistics().failures == 3
-    assert caplog.text.count("cannot be published") == 1
+    assert caplog.text.count("cannot be announced in the directory: ") == 1
     monkeypatch.setattr(one.link, "run", run)
     one.announcer.step()
     assert one.found([key]) == 1

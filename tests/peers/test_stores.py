@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +45,9 @@ from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.peers import link
 from kvtide.tiers.peers.greeting import ask_in
 from kvtide.tiers.peers.protocol import ALL, IDENTITY, ITEM, REQUEST, Operation, pack_identity
+from kvtide.tiers.peers.tcp import Tcp
 from kvtide.tiers.peers.tier import PeerTier
+from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
 from tests.node.certificates import Authority
 from tests.peers.nodes import Stores, black_hole, silent
@@ -624,6 +628,24 @@ def test_a_hung_node_costs_one_deadline(stores: Stores) -> None:
 def promised(session: Session, tokens: list[int]) -> int:
     with session.match(tokens) as match:
         return match.tokens
+
+
+@pytest.mark.parametrize("number", [errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN])
+def test_a_host_that_is_down_is_left_alone(stores: Stores, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Whatever the network says of it."""
+    asked = []
+
+    def refuse(self: Tcp, address: str, timeout: float) -> PeerConnection:
+        asked.append(address)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Tcp, "connect", refuse)
+    store = stores.store("127.0.0.1:9")
+    with store.session(MODEL) as session:
+        assert length(session, prompt(1)) == 0
+        for cold in store.main.colds:
+            until(lambda cold=cold: cold.tier.away)  # type: ignore[misc]
+    assert asked
 
 
 def test_what_was_found_at_a_node_that_is_away_is_not_promised(stores: Stores) -> None:

@@ -110,6 +110,19 @@ def test_a_secret_that_others_can_read_or_guess(tmp_path: Path) -> None:
         PeerTrust(settings.peers, settings.security)
 
 
+def test_strangers_do_not_fill_the_log(stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While the secret cannot be used, each connection is refused, and anybody can make connections."""
+    _, server = stores.serving()
+    file = Path(stores.peers["token_file"])
+    file.chmod(0o644)
+    host, port = server.address.rsplit(":", 1)
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as sock:
+            assert sock.recv(1) == b""
+    assert caplog.text.count("other nodes are refused: peers.token_file") == 1
+    file.chmod(0o600)
+
+
 def test_an_address_that_is_taken(stores: Stores) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         store = stores.store(peers={"listen": f"127.0.0.1:{taken.getsockname()[1]}"})

@@ -33,6 +33,8 @@ log = logging.getLogger("kvtide.peers")
 
 _MEMORY = "1gb"
 """Its limit. The directory takes some 20 bytes for a block."""
+_RIGHTS = "~kvtide:* resetchannels +@all -@admin -@dangerous +info"
+"""Of whoever knows the password: what the directory needs, and no change of the server's settings, limits or files."""
 _STARTING = 20.0
 _PAUSE = 1.0
 """Seconds before it is started again, and between two looks at another."""
@@ -137,7 +139,7 @@ class EmbeddedDirectory:
         lines = {
             "bind": self._bind,
             "port": self.port,
-            "requirepass": self._password,
+            "user": f"default on >{self._password} {_RIGHTS}",
             "save": '""',
             "appendonly": "no",
             "maxmemory": _MEMORY,

@@ -205,8 +205,8 @@ class Membership:
                     self._due = min(self._due, now + self._lease / _RETRIES)
                     if not self._failed:
                         log.warning(
-                            "the directory of the cluster cannot be used: %r; it is tried again",
-                            e,
+                            "the directory of the cluster cannot be used: %s; it is tried again",
+                            getattr(e, "strerror", None) or repr(e),
                             exc_info=not isinstance(e, OSError),
                         )
                     self._failed = True

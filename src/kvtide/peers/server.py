@@ -185,7 +185,8 @@ class PeerServer:
             elif isinstance(e, ssl.SSLError | PermissionError):
                 violation = Violation.CERTIFICATE if caller.stranger else Violation.GARBAGE
         except ConfigError as e:
-            log.error("other nodes are refused: %s", e)
+            if self._may_log():
+                log.error("other nodes are refused: %s", e)
         except Exception:
             log.exception("a connection of the node at %s failed", connection.peer)
         finally:
@@ -201,11 +202,17 @@ class PeerServer:
             return
         with self._lock:
             self._violations[violation] += 1
+        if self._may_log():
+            log.warning("a connection from %s was closed: %s", connection.peer, violation)
+
+    def _may_log(self) -> bool:
+        """Whether a line about a connection may be logged: anybody can make as many as they like."""
+        with self._lock:
             now = time.monotonic()
-            if now - self._logged < _LOGGED:
-                return
-            self._logged = now
-        log.warning("a connection from %s was closed: %s", connection.peer, violation)
+            due = now - self._logged >= _LOGGED
+            if due:
+                self._logged = now
+            return due
 
     # -- requests -----------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import errno
 import functools
 import itertools
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
@@ -70,6 +71,10 @@ _CODEC = slice(144, 146)
 _HIT = int(Presence.HIT)
 _FOUND: Callable[[tuple[object, ...]], FoundBlock] = functools.partial(tuple.__new__, FoundBlock)
 """Makes the entry of a block from its fields, without a call of Python code: a lookup makes hundreds."""
+
+
+class _NotAsked(OSError):  # noqa: N818 - a finding
+    """A block was not asked for, since the node is away. It says nothing new about the node."""
 
 
 class _Worker:
@@ -247,7 +252,10 @@ class PeerTier(ReadOnlyTier):
         start = 0
         # Blocks of one identity follow each other. A prompt that waited behind one whose lookup failed does not ask.
         every, whose = [key for key, _ in options], [who for _, who in options]
-        while start < len(options) and not self.away:
+        # Each request has its own deadline; a node that answers each late, or takes few blocks at a time, must not make
+        # a prompt wait for all of them.
+        end = time.monotonic() + LOOKUP
+        while start < len(options) and not self.away and time.monotonic() < end:
             who = whose[start]
             count = min(worker.link.credit.keys, len(options) - start)
             if whose.count(who) < len(options):
@@ -302,7 +310,7 @@ class PeerTier(ReadOnlyTier):
             left = set(numbers)
             try:
                 if self.away:
-                    raise OSError(errno.EHOSTDOWN, "the node is away")
+                    raise _NotAsked(errno.EHOSTDOWN, "the node is away")
                 self._check(who)
                 for i, size in self._read_some(run, numbers, worker):
                     sizes[i] = size
@@ -381,7 +389,7 @@ class PeerTier(ReadOnlyTier):
     def _failed(self, verb: str, e: Exception, count: int) -> None:
         self._counters.failed(verb, e, count)
         self.replaced |= isinstance(e, OtherNode)
-        if isinstance(e, OSError) and e.errno != errno.EHOSTDOWN and self._availability.failed(e):
+        if isinstance(e, OSError) and not isinstance(e, _NotAsked) and self._availability.failed(e):
             self.call_soon(self.lost)
 
     def _no_answer(self, verb: str, count: int) -> None:
