@@ -312,6 +312,15 @@ class Peers(_Section, frozen=True):
             ge=0.01,
         ),
     ] = 2.0
+    hedge: Annotated[
+        float,
+        _plain(
+            "The part of the reads from nodes that may be ended because they take much longer than expected, to read "
+            "from a second node that has the blocks; 0: none.",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.05
     connections: Annotated[
         int, _plain("Connections to each node for blocks; there is one more for lookups.", ge=1, le=32)
     ] = 2

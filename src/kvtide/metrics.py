@@ -181,6 +181,12 @@ def _rights(_: Statistics, node: NodeStatistics | None) -> _Samples:
 
 _HINTS = {"tool": Count.HINT_TOOL, "end": Count.HINT_END, "returns_in": Count.HINT_EXPECTED_BACK}
 _BROUGHT = {"begun": Count.BROUGHT_BACK, "in time": Count.BROUGHT_BACK_IN_TIME}
+_SECOND_READS = {
+    "hedged": Count.READS_HEDGED,
+    "hedged, supplied": Count.HEDGES_WON,
+    "moved": Count.READS_MOVED,
+    "moved, supplied": Count.READS_MOVED_WON,
+}
 _TIER, _WAY, _TENANT = ("tier",), ("tier", "direction"), ("tenant", "tier")
 
 METRICS = (
@@ -391,6 +397,12 @@ METRICS = (
         "kvtide_peer_held_bytes",
         "Bytes held for answers to other nodes: blocks in memory that cannot be evicted, and copies read from disk.",
         _peers(lambda p: p.bytes_held),
+    ),
+    Metric(
+        "kvtide_second_reads_total",
+        "Reads continued at a second node: too slow at the first (hedged), or failed there (moved); all, and supplied.",
+        lambda s, _: (((what,), s.counts.get(count, 0)) for what, count in _SECOND_READS.items()),
+        ("what",),
     ),
     Metric(
         "kvtide_peer_closed_connections_total",

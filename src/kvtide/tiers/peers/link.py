@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +93,11 @@ class _Allowance:
         self._watchdog.limit(self._connection, self._end - time.monotonic())
 
 
+def _check_wanted(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise OSError(errno.ECANCELED, "the read was stopped")
+
+
 def _body(identity: Identity, blocks: Sequence[WantedBlock]) -> bytes:
     return pack_identity(identity) + b"".join(
         ITEM.pack(block.key[:DIGEST], *((0, ALL) if (s := block.sections) is None else (s.start, len(s))))
@@ -124,6 +129,9 @@ class PeerLink:
         self._number = 0
         self._busy = threading.Lock()
         """Held while a request is under way, so that ``close`` does not release what is in use."""
+        self._state = threading.Lock()
+        self._receiving = False
+        """Whether a request may receive something now. Changed with ``_state`` held."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -151,15 +159,22 @@ class PeerLink:
             )
             return parse_located(memoryview(received(connection, size)), len(keys))
 
-    def read(self, identity: Identity, requests: Iterable[Sequence[WantedBlock]]) -> Generator[Arrival, None, None]:
+    def read(
+        self,
+        identity: Identity,
+        requests: Iterable[Sequence[WantedBlock]],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Generator[Arrival, None, None]:
         """Read blocks of an identity, with a request for each sequence of them. Says of each block, in their order,
         what has arrived: of one with a HIT the header, and so many bytes of its sections, not yet verified. Raises
         OSError.
 
         While the caller verifies what has arrived, the next bytes are on their way: the kernel receives them, and the
         next request is sent before the answer to the one before is read. Close the iterator if it is not exhausted.
+
+        ``stopped``: whether nothing shall be received any more; see ``stop``.
         """
-        with self._request(self._timeout) as connection:
+        with self._request(self._timeout, stopped) as connection:
             allowed = _Allowance(self._watchdog, connection, self._timeout)
             asked: deque[tuple[int, int, Sequence[WantedBlock]]] = deque()
             first = 0
@@ -224,15 +239,22 @@ class PeerLink:
         return int(size)
 
     @contextlib.contextmanager
-    def _request(self, seconds: float) -> Iterator[PeerConnection]:
+    def _request(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Iterator[PeerConnection]:
         end = time.monotonic() + seconds
         with self._busy:
             try:
                 if self._connection is not None and self._connection.ended():
                     self._drop()  # between two requests: the node was restarted since then, and may be back
-                connection = self._connection or self._connect(end)
+                connection = self._connection or self._connect(end, stopped)
                 self._watchdog.limit(connection, end - time.monotonic())
-                yield connection
+                with self._state:
+                    _check_wanted(stopped)
+                    self._receiving = True
+                try:
+                    yield connection
+                finally:
+                    with self._state:
+                        self._receiving = False
                 connection.due = math.inf
             except BaseException as e:
                 due = end if self._connection is None else self._connection.due
@@ -242,7 +264,7 @@ class PeerLink:
                     raise TimeoutError(errno.ETIMEDOUT, "the node does not answer") from e
                 raise
 
-    def _connect(self, end: float) -> PeerConnection:
+    def _connect(self, end: float, stopped: Callable[[], bool]) -> PeerConnection:
         self._check_open()
         try:
             secret = self._trust.secret()
@@ -250,7 +272,8 @@ class PeerLink:
             self._number = 0
             self._watchdog.add(connection)
             self._watchdog.limit(connection, end - time.monotonic())
-            self._check_open()  # ``close`` may have seen no connection to interrupt
+            self._check_open()  # ``close`` and ``stop`` may have seen no connection to interrupt
+            _check_wanted(stopped)
             connection.begin()
         except ConfigError as e:  # files of secrets and certificates are read now
             raise OSError(errno.EACCES, str(e)) from e
@@ -264,6 +287,14 @@ class PeerLink:
             raise OwnAddress(errno.ELOOP, "the address is this node's own")
         if self._named and welcome.node != self._named:
             raise OtherNode(errno.ESTALE, "another node is at its address now, or it was restarted")
+
+    def stop(self) -> bool:
+        """Make a read end soon whose ``stopped`` is true by now. Returns whether it receives nothing any more: it has
+        ended, or will look at ``stopped`` before it begins. Otherwise its memory is used until it has ended."""
+        with self._state:
+            if (connection := self._connection) is not None:
+                connection.interrupt()
+            return not self._receiving
 
     def _check_open(self) -> None:
         if self._closed:

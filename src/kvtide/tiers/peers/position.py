@@ -164,6 +164,13 @@ class PeerPosition(ReadOnlyTier):
             raise
         done([False] * len(batch))
 
+    def cut(self, batch: Sequence[Read]) -> None:
+        """See ``tiers.base.Cuttable``."""
+        with self._changed:
+            asked = {*self._busy.values()}
+        for tier in asked:
+            tier.cut(batch)
+
     def find(self, options: Sequence[Wish], done: Callable[[Sequence[FoundBlock | None]], None]) -> None:
         """See ``tiers.base.Searched``."""
         request = object()

@@ -83,6 +83,8 @@ class _Worker:
     def __init__(self, link: PeerLink, packer: Packer) -> None:
         self.link = link
         self.packer = packer
+        self.stopped: object = None
+        """The items whose read shall end: what has not arrived by then is not received any more."""
 
 
 class PeerTier(ReadOnlyTier):
@@ -161,6 +163,21 @@ class PeerTier(ReadOnlyTier):
         most = max(2, _JOB // max([1, *sizes]))
         job = Batch("read", batch, self._read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
         self._reading.submit(job, most)
+
+    def cut(self, batch: Sequence[Read]) -> None:
+        """See ``tiers.base.Cuttable``. The node is then asked something that it must answer at once: if it does not
+        answer that either, it is away."""
+        doubted = False
+
+        def stop(worker: _Worker, items: Sequence[Read]) -> bool:
+            nonlocal doubted
+            doubted |= worker.stopped is not items
+            worker.stopped = items
+            return worker.link.stop()
+
+        self._reading.cut(batch, stop)
+        if doubted:
+            self.find([(batch[0].key, batch[0].identity)], lambda _: None)
 
     def statistics(self) -> TierStatistics:
         # No errors in a row: a node that is away is no failed tier of this one.
@@ -316,9 +333,11 @@ class PeerTier(ReadOnlyTier):
                     sizes[i] = size
                     left.remove(i)
             except Exception as e:  # noqa: BLE001 - see TierCounters
-                self._failed("read", e, len(left))
+                if worker.stopped is not run:
+                    self._failed("read", e, len(left))
                 for i in left:
                     sizes[i] = size_for(e)
+        worker.stopped = None  # else the spans of a read that was cut would stay alive
         return sizes
 
     def _read_some(self, run: Sequence[Read], numbers: Sequence[int], worker: _Worker) -> Iterator[tuple[int, int]]:
@@ -342,7 +361,8 @@ class PeerTier(ReadOnlyTier):
         known: list[bytes] = []
         """The checksums of sections of the block that is arriving."""
         requests = _within(worker.link, [block for _, block in wanted])
-        with closing(worker.link.read(run[numbers[0]].identity, requests)) as arrivals:
+        names = run[numbers[0]].identity
+        with closing(worker.link.read(names, requests, lambda: worker.stopped is run)) as arrivals:
             for number, presence, nbytes in arrivals:
                 self._availability.answered()
                 i, block = wanted[number]
