@@ -43,11 +43,11 @@ def ask_in(connection: PeerConnection, secret: bytes | None) -> Welcome:
     if not hmac.compare_digest(welcome.proof, proof(secret, b"server", said)):
         raise PeerViolation(Violation.UNPROVEN)
     connection.send([proof(secret, b"asker", said)])
-    return welcome
+    return welcome._replace(features=welcome.features & FEATURES)
 
 
-def let_in(connection: PeerConnection, secret: bytes | None, credit: RequestCredit, node: bytes) -> None:
-    """The side of the server, whose name is ``node``. Raises OSError."""
+def let_in(connection: PeerConnection, secret: bytes | None, credit: RequestCredit, node: bytes) -> int:
+    """The side of the server, whose name is ``node``. Returns the features that both have. Raises OSError."""
     data = bytes(received(connection, HELLO.size))
     hello = Hello.parse(data)
     version = min(NEWEST, hello.newest)
@@ -59,3 +59,4 @@ def let_in(connection: PeerConnection, secret: bytes | None, credit: RequestCred
         raise PeerViolation(Violation.VERSION)
     if not hmac.compare_digest(received(connection, PROOF), proof(secret, b"asker", said)):
         raise PeerViolation(Violation.UNPROVEN)
+    return welcome.features
