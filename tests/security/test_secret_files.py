@@ -35,7 +35,7 @@ def tokens(file: str) -> None:
 
 def password(file: str) -> None:
     made = Valkey(NOBODY, user="me", password_file=file)
-    assert made._client._login == [b"me", b"sesame"]
+    assert made._client._words() == [b"me", b"sesame"]
     made.close()
 
 

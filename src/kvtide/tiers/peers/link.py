@@ -26,6 +26,7 @@ from kvtide.tiers.peers.availability import OtherNode, OwnAddress
 from kvtide.tiers.peers.greeting import ask_in, received
 from kvtide.tiers.peers.protocol import (
     ALL,
+    COMPRESSION,
     ITEM,
     PART,
     REPLY,
@@ -75,7 +76,9 @@ class Arrival(NamedTuple):
     number: int
     presence: Presence
     nbytes: int
-    """Bytes of its sections, from the first on."""
+    """Bytes of its sections, from the first on; fewer than they have, if they are compressed."""
+    complete: bool
+    """Whether that is all of it."""
 
 
 class _Allowance:
@@ -126,6 +129,7 @@ class PeerLink:
         self._named = named
         self._connection: PeerConnection | None = None
         self._credit = RequestCredit()
+        self._features = 0
         self._number = 0
         self._busy = threading.Lock()
         """Held while a request is under way, so that ``close`` does not release what is in use."""
@@ -141,6 +145,11 @@ class PeerLink:
     def credit(self) -> RequestCredit:
         """What one request may ask for; before the first connection, a guess."""
         return self._credit
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the node can send compressed blocks, as far as is known."""
+        return bool(self._features & COMPRESSION)
 
     def greet(self) -> None:
         """Connect anew, to see whether the node answers. Raises OSError."""
@@ -164,10 +173,14 @@ class PeerLink:
         identity: Identity,
         requests: Iterable[Sequence[WantedBlock]],
         stopped: Callable[[], bool] = lambda: False,
+        *,
+        compressed: bool = False,
     ) -> Generator[Arrival, None, None]:
         """Read blocks of an identity, with a request for each sequence of them. Says of each block, in their order,
         what has arrived: of one with a HIT the header, and so many bytes of its sections, not yet verified. Raises
         OSError.
+
+        ``compressed``: blocks may be compressed, if the node can do that. They are received where the block is to be.
 
         While the caller verifies what has arrived, the next bytes are on their way: the kernel receives them, and the
         next request is sent before the answer to the one before is read. Close the iterator if it is not exhausted.
@@ -178,15 +191,17 @@ class PeerLink:
             allowed = _Allowance(self._watchdog, connection, self._timeout)
             asked: deque[tuple[int, int, Sequence[WantedBlock]]] = deque()
             first = 0
+            small = compressed and self.compresses
+            operation, arrivals = (
+                (Operation.READ_COMPRESSED, self._compressed) if small else (Operation.READ, self._arrivals)
+            )
             for blocks in requests:
-                asked.append(
-                    (self._ask(connection, Operation.READ, len(blocks), _body(identity, blocks)), first, blocks)
-                )
+                asked.append((self._ask(connection, operation, len(blocks), _body(identity, blocks)), first, blocks))
                 first += len(blocks)
                 if len(asked) > _AHEAD:
-                    yield from self._arrivals(connection, allowed, *asked.popleft())
+                    yield from arrivals(connection, allowed, *asked.popleft())
             while asked:
-                yield from self._arrivals(connection, allowed, *asked.popleft())
+                yield from arrivals(connection, allowed, *asked.popleft())
 
     def _arrivals(
         self, connection: PeerConnection, allowed: _Allowance, request: int, first: int, blocks: Sequence[WantedBlock]
@@ -206,7 +221,7 @@ class PeerLink:
         size = 0
         for number, (block, (presence, _, nbytes)) in enumerate(zip(blocks, parts, strict=True), first):
             if presence != Presence.HIT:
-                arrived.append(Arrival(number, Presence(presence), 0))
+                arrived.append(Arrival(number, Presence(presence), 0, complete=True))
                 continue
             into.append(block.header)
             for start in range(0, nbytes, _PIECE):
@@ -217,11 +232,29 @@ class PeerLink:
                     yield from arrived
                     into, arrived, size = [], [], 0
                 into.append(piece)
-                arrived.append(Arrival(number, Presence.HIT, start + len(piece)))
+                arrived.append(Arrival(number, Presence.HIT, start + len(piece), start + len(piece) == nbytes))
                 size += len(piece)
         allowed.more(size)
         connection.receive(into)
         yield from arrived
+
+    def _compressed(
+        self, connection: PeerConnection, allowed: _Allowance, request: int, first: int, blocks: Sequence[WantedBlock]
+    ) -> Iterator[Arrival]:
+        """Receive the answer to a request for blocks that may be compressed."""
+        if self._answer(connection, Operation.READ_COMPRESSED, len(blocks), request):
+            raise PeerViolation(Violation.GARBAGE)
+        for number, block in enumerate(blocks, first):
+            allowed.more(len(block.payload))  # it may have to be compressed first
+            presence, header, nbytes = PART.unpack(received(connection, PART.size))
+            if presence in (Presence.MISS, Presence.BUSY) and not header and not nbytes:
+                yield Arrival(number, Presence(presence), 0, complete=True)
+                continue
+            least = 1 if block.sections is None else len(block.payload)
+            if presence != Presence.HIT or header != len(block.header) or not least <= nbytes <= len(block.payload):
+                raise PeerViolation(Violation.GARBAGE)
+            connection.receive([block.header, block.payload[:nbytes]])
+            yield Arrival(number, Presence.HIT, nbytes, complete=True)
 
     def _ask(self, connection: PeerConnection, operation: Operation, items: int, body: bytes) -> int:
         """Send a request; returns its number."""
@@ -280,6 +313,7 @@ class PeerLink:
         # Who is named was found in a directory, and so was the address: see protocol.py.
         welcome = ask_in(connection, secret, self._address if self._named else "", self._check_node)
         self._credit = welcome.credit
+        self._features = welcome.features
         return connection
 
     def _check_node(self, welcome: Welcome) -> None:
