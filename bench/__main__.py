@@ -24,6 +24,7 @@ from typing import Any
 
 from bench import bookkeeping, readme
 from bench.directory import directory
+from bench.mooncake_tier import mooncake_tier
 from bench.other_nodes import other_nodes
 from bench.peers.client import Peer
 from bench.report import RESULTS, write_report
@@ -42,6 +43,7 @@ OWN: dict[str, Callable[[Settings], Iterator[BenchRecord]]] = {
     "scheduler": scheduler,
     "peers": other_nodes,
     "directory": directory,
+    "mooncake": mooncake_tier,
 }
 """Figures that only kvtide's own targets need."""
 LMCACHE_DISK = ("fs_native_odirect", "legacy_odirect")

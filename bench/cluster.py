@@ -58,7 +58,9 @@ def _measure(count: int, folder: Path) -> None:
             members = [_start(alone, directory, stores, servers) for _ in range(count)]
             for n in range(_PROMPTS):
                 for k in (0, count // 2):
-                    _keep(stores[(n + k) % count], directory, members[(n + k) % count], prompt(n, 1000 + n, 2000 + n))
+                    # At 8 nodes at most: from so many a node reads in the same second (``peers.most``).
+                    who = (n % 4 + k) % count
+                    _keep(stores[who], directory, members[who], prompt(n, 1000 + n, 2000 + n))
             reader = Store(configuration.read(None, env={}, peers=peers, dram={"budget": "64MiB", "segment": "1MiB"}))
             stores.append(reader)
             with reader.session(MODEL) as session:

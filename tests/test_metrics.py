@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtide import Model, Store, config
 from kvtide.histogram import Histogram
 from kvtide.metrics import METRICS, render
-from kvtide.store.node_statistics import ClientStatistics, ClusterServing, NodeStatistics, PeerServing
+from kvtide.store.node_statistics import ClientStatistics, ClusterServing, DrainStatistics, NodeStatistics, PeerServing
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import HYBRID, everything, until
 from kvtide.testing.interface import prompt as tokens_of
@@ -63,6 +63,18 @@ def test_every_metric_is_there_as_the_catalogue_says(tmp_path: Path) -> None:
     assert seen("sessions") == 2
     lines = [line.rpartition(" ")[0] for line in seen.text.splitlines() if not line.startswith("#")]
     assert len(set(lines)) == len(lines), "nothing is told twice"
+
+
+def test_a_node_that_drains_is_no_member_that_is_missed(tmp_path: Path) -> None:
+    with open_store(tmp_path / "tier") as store:
+        for cluster, joined in (
+            (ClusterServing(epoch=7), [1]),
+            (ClusterServing(), [0]),
+            (ClusterServing(draining=DrainStatistics()), []),
+            (None, []),
+        ):
+            family = Seen(store, NodeStatistics(cluster=cluster)).families["kvtide_cluster_joined"]
+            assert [sample.value for sample in family.samples] == joined
 
 
 def test_hits_are_counted_by_tier(tmp_path: Path) -> None:

@@ -223,6 +223,27 @@ class Valkey(Storage, frozen=True):
     ] = 0.0
 
 
+class Mooncake(Storage, frozen=True):
+    """A Mooncake Store: memory that Mooncake's clients put together. It evicts by itself, so budget must be 0."""
+
+    threads: Annotated[
+        int,
+        _plain(
+            "Transfers of Mooncake's library in parallel, each of which keeps a core busy while it waits; twice as "
+            "many blocks are verified.",
+            ge=1,
+            le=256,
+        ),
+    ] = 1
+    url: Annotated[
+        str,
+        _plain(
+            "Address of the master: mooncake://HOST:50051?metadata=P2PHANDSHAKE&segment=0&admin=9003; empty turns the "
+            "tier off."
+        ),
+    ] = ""
+
+
 class Peers(_Section, frozen=True):
     """Other nodes, whose memory and disks this node reads, and which may read its own."""
 
@@ -312,6 +333,15 @@ class Peers(_Section, frozen=True):
             ge=0.01,
         ),
     ] = 2.0
+    hedge: Annotated[
+        float,
+        _plain(
+            "The part of the reads from nodes that may be ended because they take much longer than expected, to read "
+            "from a second node that has the blocks; 0: none.",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.05
     connections: Annotated[
         int, _plain("Connections to each node for blocks; there is one more for lookups.", ge=1, le=32)
     ] = 2
@@ -480,6 +510,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dram: Dram = field(default_factory=Dram)
     nvme: Nvme = field(default_factory=Nvme)
     valkey: Valkey = field(default_factory=Valkey)
+    mooncake: Mooncake = field(default_factory=Mooncake)
     files: Files = field(default_factory=Files)
     objects: Objects = field(default_factory=Objects)
     peers: Peers = field(default_factory=Peers)

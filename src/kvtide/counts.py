@@ -49,6 +49,10 @@ class Count(StrEnum):
     HINT_EXPECTED_BACK = "hints: expected back"
     BROUGHT_BACK = "prompts brought back"
     BROUGHT_BACK_IN_TIME = "prompts brought back in time"
+    READS_HEDGED = "reads hedged"
+    HEDGES_WON = "reads hedged and supplied by a second node"
+    READS_MOVED = "failed reads moved to a second node"
+    READS_MOVED_WON = "failed reads supplied by a second node"
     STORE_NO_ROOM = "stores dropped: no room in DRAM", _DROP
     STORE_FORGOTTEN = "stores dropped: their tenant is being forgotten", _DROP
     STORE_NO_MEMORY_YET = "stores dropped: memory was not taken in time", _DROP

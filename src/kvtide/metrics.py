@@ -79,6 +79,11 @@ def _announced(_: Statistics, node: NodeStatistics | None) -> _Samples:
         yield ("removed",), cluster.withdrawn
 
 
+def _joined(_: Statistics, node: NodeStatistics | None) -> _Samples:
+    if node is not None and (cluster := node.cluster) is not None and cluster.draining is None:
+        yield (), bool(cluster.epoch)
+
+
 def _tier(field: str) -> _Source:
     return lambda store, _: [((name,), getattr(tier, field)) for name, tier in store.tiers.items()]
 
@@ -176,6 +181,12 @@ def _rights(_: Statistics, node: NodeStatistics | None) -> _Samples:
 
 _HINTS = {"tool": Count.HINT_TOOL, "end": Count.HINT_END, "returns_in": Count.HINT_EXPECTED_BACK}
 _BROUGHT = {"begun": Count.BROUGHT_BACK, "in time": Count.BROUGHT_BACK_IN_TIME}
+_SECOND_READS = {
+    "hedged": Count.READS_HEDGED,
+    "hedged, supplied": Count.HEDGES_WON,
+    "moved": Count.READS_MOVED,
+    "moved, supplied": Count.READS_MOVED_WON,
+}
 _TIER, _WAY, _TENANT = ("tier",), ("tier", "direction"), ("tenant", "tier")
 
 METRICS = (
@@ -319,6 +330,12 @@ METRICS = (
         ("tier", "reason"),
     ),
     Metric("kvtide_tier_failed", "1 if the tier's disk returns only errors.", _tier("failed"), _TIER),
+    Metric(
+        "kvtide_tier_away",
+        "1 if the tier is another node that does not answer and is left alone for now; it is tried when prompts come.",
+        _tier("away"),
+        _TIER,
+    ),
     # the byte budgets of shared storage
     Metric(
         "kvtide_credit_bytes",
@@ -382,6 +399,12 @@ METRICS = (
         _peers(lambda p: p.bytes_held),
     ),
     Metric(
+        "kvtide_second_reads_total",
+        "Reads continued at a second node: too slow at the first (hedged), or failed there (moved); all, and supplied.",
+        lambda s, _: (((what,), s.counts.get(count, 0)) for what, count in _SECOND_READS.items()),
+        ("what",),
+    ),
+    Metric(
         "kvtide_peer_closed_connections_total",
         "Connections that were closed because of what the other end did, by reason.",
         lambda _, n: [((reason,), count) for reason, count in n.peers.closed.items()] if n and n.peers else [],
@@ -422,6 +445,11 @@ METRICS = (
         "kvtide_cluster_bound_total",
         "How often a tier for other nodes was bound to a member.",
         _nodes(lambda c: c.bound),
+    ),
+    Metric(
+        "kvtide_cluster_joined",
+        "1 if the node is a member now, so that others find its blocks. Only if it serves, and not while it drains.",
+        _joined,
     ),
     Metric(
         "kvtide_cluster_entries_total",

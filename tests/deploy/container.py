@@ -83,6 +83,12 @@ class Container:
         command = self.command(words)
         return subprocess.run(command, env=self._environment, cwd="/", capture_output=True, timeout=60).returncode
 
+    def output(self, words: Sequence[str]) -> str:
+        """What a command in the container prints; it must succeed."""
+        return subprocess.run(
+            self.command(words), env=self._environment, cwd="/", capture_output=True, timeout=60, check=True, text=True
+        ).stdout
+
     def stop(self) -> None:
         """As an orchestrator stops it."""
         self.process.send_signal(signal.SIGTERM)

@@ -20,6 +20,7 @@ import yaml
 
 from kvtide import config as configuration
 from kvtide.doctor import flags
+from kvtide.tiers.peers.cluster import announced_address, check_cluster
 from kvtide.units import parse_size
 from tests.deploy.container import container, tool
 from tests.test_docs import ROOT
@@ -109,9 +110,24 @@ def test_the_image_starts_a_node_and_its_health_check_tells_whether_it_serves() 
 # -- compose --------------------------------------------------------------------------------------------------
 
 
-def test_the_compose_file_is_valid() -> None:
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.peers.yaml"])
+def test_the_compose_files_are_valid(name: str) -> None:
     check = tool("check-jsonschema", "pip install check-jsonschema")
-    subprocess.run([check, "--builtin-schema", "vendor.compose-spec", str(DOCKER / "compose.yaml")], check=True)
+    subprocess.run([check, "--builtin-schema", "vendor.compose-spec", str(DOCKER / name)], check=True)
+
+
+def test_the_node_of_the_compose_file_for_several_hosts_is_found_at_its_host() -> None:
+    made = yaml.safe_load((DOCKER / "compose.peers.yaml").read_text())
+    node = made["services"]["node"]
+    environment = {name: expanded(value) for name, value in node["environment"].items()}
+    peers = configuration.read(None, environment).peers
+    check_cluster(peers)
+    _, port = peers.listen.split(":")
+    assert [expanded(one) for one in node["ports"]] == [f"10.0.0.7:{port}:{port}"]
+    assert announced_address(peers, peers.listen) == f"10.0.0.7:{port}"
+    files = {Path(peers.token_file), Path(peers.directory_password_file)}
+    assert files == {Path("/run/secrets", name) for name in node["secrets"]}
+    assert set(node["secrets"]) == set(made["secrets"])
 
 
 def test_what_the_compose_file_names_exists() -> None:
@@ -128,7 +144,8 @@ def test_what_the_compose_file_names_exists() -> None:
             assert context == ROOT
             assert context / build["dockerfile"] == DOCKER / "Dockerfile"
             assert build["target"] in stages
-    used = {name for name, _ in re.findall(r"\$\{(\w+)([^}]*)\}", (DOCKER / "compose.yaml").read_text())}
+    text = (DOCKER / "compose.yaml").read_text() + (DOCKER / "compose.peers.yaml").read_text()
+    used = {name for name, _ in re.findall(r"\$\{(\w+)([^}]*)\}", text)}
     used |= {secret["environment"] for secret in made["secrets"].values()}
     assert used == set(variables()), "example.env has every variable, and no other"
 

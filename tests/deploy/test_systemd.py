@@ -13,6 +13,7 @@ import pytest
 
 from kvtide import config as configuration
 from kvtide.doctor import flags
+from kvtide.tiers.peers.cluster import announced_address, check_cluster
 from tests.deploy.container import container, tool
 from tests.test_docs import ROOT
 
@@ -73,6 +74,19 @@ def test_the_command_of_the_unit_starts_a_node_with_the_settings_beside_it() -> 
         made.start(words, {})
         assert httpx.get(f"{made.url}/healthz").json()["status"] == "serving"
         made.stop()
+
+
+def test_the_settings_for_other_nodes_beside_the_unit_fit_together(tmp_path: Path) -> None:
+    """They are comments, to be filled in."""
+    text = (UNITS / "kvtide.toml").read_text()
+    wanted = re.sub(r"^# (\[peers\]|\w+ = .*)$", r"\1", text.partition("over TCP")[2], flags=re.MULTILINE)
+    file = tmp_path / "kvtide.toml"
+    file.write_text("#" + wanted)
+    peers = configuration.read(file, {}).peers
+    check_cluster(peers)
+    assert announced_address(peers, peers.listen) == "10.0.0.7:9411"
+    assert peers.token_file
+    assert peers.directory_password_file
 
 
 def test_the_engine_uses_the_node() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvtide.peers.server import PeerServer
 from kvtide.store.store import Store
 from kvtide.testing.interface import until
 from kvtide.testing.servers import ValkeyServer
-from tests.peers.nodes import Stores
+from tests.peers.nodes import Proxy, Stores
 
 __all__ = ["Cluster", "Part"]
 
@@ -76,13 +76,17 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def part(self, listen: str = "127.0.0.1:0", lease: float = LEASE, **settings: Any) -> Part:
+    def part(self, listen: str = "127.0.0.1:0", lease: float = LEASE, announce: str = "", **settings: Any) -> Part:
         """A node: a store, its server, its membership."""
-        store = self.stores.store(**settings, peers={"listen": listen, "lease": lease})
+        store = self.stores.store(**settings, peers={"listen": listen, "lease": lease, "announce": announce})
         server = PeerServer(store)
         part = Part(store, server, ClusterNode(store, server))
         self._stack.callback(part.close)
         return part
+
+    def proxy(self, address: str) -> Proxy:
+        """Between askers and a node that will listen at the address."""
+        return self._stack.enter_context(closing(Proxy(address)))
 
     def reader(self, **settings: Any) -> Store:
         """A store that only reads."""

@@ -95,7 +95,7 @@ class _Way:
             if left >= len(data) or self.then == "pass":
                 return data, "pass"
             good, bad = data[: max(0, left)], data[max(0, left) :]
-            if self.then in ("cut", "freeze"):
+            if self.then in ("cut", "freeze", "hold"):
                 return good, self.then
             self.allowed = 1 << 60
             if self.then == "flip":
@@ -124,7 +124,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._chunk = 1 << 16
         self._pause = 0.0
-        self._stop = threading.Event()
+        self._stop, self._released = threading.Event(), threading.Event()
         self._sockets: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -141,11 +141,18 @@ class Proxy:
 
     def harm(self, allowed: int, then: str, *, of: str = "server") -> None:
         """After ``allowed`` more bytes of the server, or of the "asker": "pass" on, "cut" the connection, "freeze"
-        (nothing more comes, and the connection stays), "flip" one bit, or, of those that follow and are there at that
-        moment, "reorder" both halves, "lose" some or "repeat" some."""
+        (nothing more comes, and the connection stays), "hold" the rest until ``release``, "flip" one bit, or, of those
+        that follow and are there at that moment, "reorder" both halves, "lose" some or "repeat" some."""
         way = self._answers if of == "server" else self._requests
         with way.lock:
             way.allowed, way.then = way.passed + allowed, then
+
+    def release(self) -> None:
+        """Pass on what was held, and everything from now on."""
+        for way in (self._answers, self._requests):
+            with way.lock:
+                way.allowed, way.then = 1 << 60, "pass"
+        self._released.set()
 
     def slow(self, chunk: int, pause: float) -> None:
         """Pass on so many bytes at a time in both directions, with a pause before each."""
@@ -185,6 +192,10 @@ class Proxy:
                 target.sendall(some)
                 if then == "freeze":
                     self._stop.wait()
+                if then == "hold":
+                    self._released.wait()
+                    target.sendall(data[len(some) :])
+                    then = "pass"
                 if then != "pass":
                     break
         self._end(source, target)
@@ -196,6 +207,7 @@ class Proxy:
 
     def close(self) -> None:
         self._stop.set()
+        self._released.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -107,6 +108,17 @@ def test_a_dead_node_costs_its_own_blocks_only(cluster: Cluster, count: int) -> 
         until(gone)
         assert len(seen(reader).members) == count - 1
     assert held(reader) == 0
+
+
+def test_a_member_that_does_not_answer_is_shown_as_away(cluster: Cluster) -> None:
+    one = cluster.part(lease=60.0)  # it is a member for longer than this test
+    keep(one, prompt(1))
+    reader, numbers = cluster.reader(), itertools.count(1000)
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1)))
+        assert not reader.statistics().tiers["peer 1"].away
+        one.die()
+        until(lambda: not found(session, prompt(next(numbers))) and reader.statistics().tiers["peer 1"].away)
 
 
 def test_another_incarnation_at_the_same_address_is_not_believed(cluster: Cluster) -> None:

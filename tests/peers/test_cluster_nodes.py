@@ -54,9 +54,9 @@ class Nodes:
         self._stack.callback(node.kill)
         return node
 
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run kvtide with the settings of a node that reads."""
-        peers = {**self._settings, "KVTIDE_PEERS_DIRECTORY": self.directory}
+        peers = {**self._settings, "KVTIDE_PEERS_DIRECTORY": self.directory, **settings}
         return subprocess.run(
             [sys.executable, "-m", "kvtide", *words],
             capture_output=True,
@@ -154,6 +154,30 @@ def test_kvtide_cluster_shows_members_and_who_has_a_prompt(nodes: Nodes, tmp_pat
     until(all_known)
     done = nodes.command("status", str(two.path), "--once")
     assert "2 members" in done.stdout, done.stdout
+
+
+def test_kvtide_cluster_shows_what_all_members_have_measured(nodes: Nodes, tmp_path: Path) -> None:
+    """Each node is told what the other one has measured."""
+    one, two = nodes.node("one"), nodes.node("two")
+    keep(one, prompt(1, 2))
+    keep(two, prompt(3, 4))
+    until(lambda: found(two, prompt(1, 2)) and found(one, prompt(3, 4)))
+    numbers = serving(one).number, serving(two).number
+
+    def measured(node: Process) -> set[tuple[int, int]]:
+        cells = json.loads(nodes.command("cluster", str(node.path), "--json").stdout)["matrix"]
+        return {(c["reader"], c["source"]) for c in cells if c["bytes_per_second"] > 0 and c["round_trip"] > 0}
+
+    for node in (one, two):
+        until(lambda node=node: measured(node) == {numbers, numbers[::-1]})  # type: ignore[misc]
+    shown = nodes.command("cluster", str(two.path)).stdout
+    assert "bytes/s: each row is a reader" in shown
+    assert "nothing is known" not in shown
+    (tmp_path / "other").mkdir()
+    wrong = {"KVTIDE_PEERS_TOKEN_FILE": token(tmp_path / "other", text="x" * 40)}
+    refused = nodes.command("cluster", str(two.path), **wrong)
+    assert refused.returncode == 2
+    assert "must have the same secret as that of the nodes" in refused.stderr
 
 
 def test_a_drained_node_is_not_found_and_has_written_its_blocks(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_nothing_is_entered_for_a_node_that_was_just_replaced(
     with reader.session(MODEL) as session:
         until(lambda: found(session, prompt(0, 1)))
         (place,) = nodes._places
-        real, waited = reader.main.pending_blocks._enter, threading.Event()
+        real, waited = reader.main.pending_blocks.enter, threading.Event()
 
         def enter(cold: Any, here: Any) -> None:
             def take() -> None:
@@ -117,7 +117,7 @@ def test_nothing_is_entered_for_a_node_that_was_just_replaced(
             assert not waited.wait(0.3), "the node was replaced while an answer of it was entered"
             real(cold, here)
 
-        monkeypatch.setattr(reader.main.pending_blocks, "_enter", enter)
+        monkeypatch.setattr(reader.main.pending_blocks, "enter", enter)
         with session.match(prompt(0, 2), wait=10) as match:
             monkeypatch.undo()
             assert match.tokens == len(prompt(0, 2))

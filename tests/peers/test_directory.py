@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers import directory_scripts
 from kvtide.tiers.peers.directory import BlockDirectory, marks_of, open_directory
 from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
+from kvtide.tiers.peers.measurements import LONGEST_ROW, Measurement, pack_measurements, unpack_measurements
 from kvtide.tiers.shared import valkey_client
 from kvtide.tiers.shared.resp import ValkeyConnection, command
 from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, ValkeyCommand, slot_of
@@ -445,9 +448,52 @@ def test_slots_are_those_of_valkey(cluster: list[ValkeyServer]) -> None:
 
 def test_all_scripts_are_simulated() -> None:
     found = [one for one in vars(directory_scripts).values() if isinstance(one, Script | HashLookup)]
-    assert len(found) == 13
+    assert len(found) == 15
     for script in found:
         assert hasattr(SimulatedValkey, f"_{script.name}"), script.name
+
+
+MEASURED = b"kvtide:rows:{members}:measured"
+
+
+def test_rows_that_make_no_sense_are_as_if_nothing_was_measured(valkey: ValkeyServer) -> None:
+    """Who can write to the directory can enter anything; an older node enters nothing, and removes no row."""
+    directory = open_directory(valkey.url, cluster="rows", timeout=TIME)
+    good, bad = directory.join(b"g" * 16, "g:1", TIME), directory.join(b"b" * 16, "b:1", TIME)
+    row = {bad.epoch: Measurement(3.0, 0.5)}
+    assert directory.report(good, row)
+    cell = struct.pack(">Qff", good.epoch, math.inf, math.nan)
+    whole = pack_measurements({good.epoch: Measurement(2.0, 0.0)})
+    for nonsense in (
+        b"",
+        b"\1",
+        b"\2" + whole[1:],
+        b"\1" + cell,
+        whole[:-1],
+        whole + b"x",
+        b"\1" * 100_000,
+        b"\xff" * 49,
+    ):
+        say(valkey, b"HSET", MEASURED, b"%d" % bad.epoch, nonsense)
+        assert directory.measurements() == {good.epoch: row}, nonsense
+    say(valkey, b"HSET", MEASURED, b"%d" % bad.epoch, b"\1" + struct.pack(">Qff", good.epoch, -1.0, 0.25))
+    assert directory.measurements()[bad.epoch] == {good.epoch: Measurement(0.0, 0.25)}
+    say(valkey, b"HSET", MEASURED, b"17", whole, b"not a number", whole)
+    assert directory.measurements().keys() == {good.epoch, bad.epoch}
+    assert directory.report(good, row)
+    assert say(valkey, b"HLEN", MEASURED) == 2, "rows of those that are no members are removed"
+    say(valkey, b"SET", MEASURED, b"no hash")
+    directory.leave(bad)
+    assert dict(directory.members()) == {good.number: good}
+    with pytest.raises(OSError, match="WRONGTYPE"):
+        directory.measurements()
+    directory.close()
+
+
+def test_a_row_is_bounded() -> None:
+    many = {epoch: Measurement(epoch, 1e300) for epoch in range(1, 1000)}
+    assert len(pack_measurements(many)) == LONGEST_ROW <= 1024
+    assert unpack_measurements(pack_measurements(many)) == {n: Measurement(n, 0.0) for n in range(1, 64)}
 
 
 def test_threads_that_learn_the_members_at_once() -> None:

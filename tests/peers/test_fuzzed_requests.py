@@ -66,7 +66,7 @@ def verdict(message: bytes, last: int) -> set[Violation]:
     """Why a server must close the connection after a message; any of these may be counted. Empty: it is answered."""
     operation, zero, count, size, number = p.REQUEST.unpack(message[: p.REQUEST.size])
     wrong: set[Violation] = set()
-    if zero or not count or operation not in (1, 2):
+    if zero or not count or operation not in (1, 2, 3):
         wrong.add(Violation.GARBAGE)
     if number <= last:
         wrong.add(Violation.REPLAYED)
@@ -80,7 +80,7 @@ def verdict(message: bytes, last: int) -> set[Violation]:
     *_, tokens, sections, section, itemsize = p.IDENTITY.unpack(body[:96])
     if not tokens or not 0 < sections <= 65536 or not section or not 0 < itemsize <= 16:
         wrong.add(Violation.GARBAGE)
-    elif operation == 2 and count > 1:
+    elif operation != 1 and count > 1:
         asked = [p.ITEM.unpack(body[at : at + 40])[2] for at in range(96, len(body), 40)]
         total = sum(sections if n == p.ALL else n for n in asked)
         if total * (-(-section // 4096) * 4096) > CREDIT.nbytes:
@@ -98,10 +98,12 @@ def check_answer(sock: socket.socket, number: int, ask: Ask) -> None:
         there = [(who.fingerprint, digest) in STORED and who.group == WHO.group for digest, *_ in ask.items]
         assert p.parse_located(follows, count).presence.tolist() == there
         return
-    assert size == count * p.PART.size
-    for (digest, first, sections), (presence, header, payload) in zip(
-        ask.items, p.PART.iter_unpack(follows), strict=True
-    ):
+    before_all = operation == Operation.READ
+    assert size == (count * p.PART.size if before_all else 0)
+    told_before = list(p.PART.iter_unpack(follows))
+    for n, (digest, first, sections) in enumerate(ask.items):
+        part = told_before[n] if before_all else p.PART.unpack(exactly(sock, p.PART.size))
+        presence, header, payload = part
         exactly(sock, header)
         sent = exactly(sock, payload)
         if presence != Presence.HIT:
@@ -144,7 +146,7 @@ identities = st.one_of(
 @st.composite
 def asks(draw: st.DrawFn) -> Ask:
     """Mostly a request that is one, of anybody's blocks."""
-    operation = draw(st.sampled_from([1, 2, 2]))
+    operation = draw(st.sampled_from([1, 2, 2, 3]))
     count = draw(st.sampled_from([1, 1, 2, 3, 5, 40, 64]))
     some = draw(st.lists(st.tuples(digests, parts), min_size=1, max_size=4))
     items = tuple((digest, *part) for digest, part in (some * count)[:count])

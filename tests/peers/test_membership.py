@@ -29,6 +29,7 @@ from kvtide.testing.servers import ValkeyServer
 from kvtide.testing.simulated_valkey import SimulatedLink, SimulatedValkey
 from kvtide.tiers.peers.directory import BlockDirectory, open_directory
 from kvtide.tiers.peers.directory_scripts import ITEM
+from kvtide.tiers.peers.measurements import Measurement
 from kvtide.tiers.shared.valkey_scripts import ScriptCall
 
 LAYOUT = kvtide.Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=16)
@@ -289,6 +290,30 @@ def test_a_lease_is_renewed_three_times_before_it_ends() -> None:
     messages = one.link.messages
     assert one.membership.step() == pytest.approx(2.0)
     assert one.link.messages == messages, "nothing was due"
+
+
+def test_what_was_measured_of_members_is_said_with_each_renewal() -> None:
+    one, measured = Steps(), dict[str, Measurement]()
+    one.membership = Membership(
+        BlockDirectory(one.link), b"m" * 16, "host7:9411", lease=9.0, measured=lambda: measured, clock=one.clock
+    )
+    other = one.other.join(b"o" * 16, "host8:9411", 60.0)
+    one.membership.step()
+    own = one.membership.own
+    assert own is not None
+    assert one.other.measurements() == {}
+    measured |= {
+        "host8:9411": Measurement(3.0, 0.5),
+        "gone:9411": Measurement(1.0, 1.0),
+        own.address: Measurement(9, 9),
+    }
+    one.clock.advance(3.0)
+    one.membership.step()
+    assert one.other.measurements() == {own.epoch: {other.epoch: Measurement(3.0, 0.5)}}
+    again = one.other.join(b"o" * 16, "host8:9411", 60.0)  # another epoch, at the same address
+    one.clock.advance(3.0)
+    one.membership.step()
+    assert one.other.measurements() == {own.epoch: {again.epoch: Measurement(3.0, 0.5)}}
 
 
 def test_without_contact_everybody_is_forgotten_within_a_lease() -> None:

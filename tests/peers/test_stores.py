@@ -205,6 +205,10 @@ def test_the_same_list_of_addresses_for_all(stores: Stores) -> None:
             assert length(first, prompt(8)) == 0
         assert servers[0].statistics().blocks_sent == 2
         assert all(not server.statistics().closed for server in servers)
+        own = next(cold.tier for cold in both[0].main.colds if cold.name == f"peer {addresses[0]}")
+        assert isinstance(own, PeerTier)
+        until(lambda: own.away)
+        assert not own.statistics().away, "that is not to be repaired"
     finally:
         for server in servers:
             server.close()

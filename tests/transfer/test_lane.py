@@ -269,3 +269,21 @@ def test_a_read_that_ends_by_its_deadline_is_slow() -> None:
         clock.now += 0.5
         driver.tier.let_read()
     assert speed.statistics().bytes_per_second == pytest.approx(SIZE / 0.5, rel=0.05), "as soon as blocks arrive again"
+
+
+def test_a_read_that_has_not_begun_can_be_taken_back() -> None:
+    driver = Driver(full(), depth=1)
+    waiting = [read(2)]
+    driver.read(read(0))
+    driver.read(read(1))
+    ended: list[Sequence[object]] = []
+    driver.lane.read(waiting, ended.append, lambda: False)
+    assert driver.lane.reading(waiting)
+    assert driver.lane.withdraw(waiting)
+    assert ended == [[Miss.FAILED]]
+    assert not driver.lane.withdraw(waiting), "it has ended"
+    assert not driver.lane.reading(waiting)
+    driver.tier.let_all()
+    assert driver.tier.journal == ["read", "read"], "it was never read"
+    assert driver.lane.read_bytes == 0
+    assert driver.lane.wait_idle(0)

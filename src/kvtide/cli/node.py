@@ -113,6 +113,7 @@ def _started(settings: Config, socket: Path, http: str, idle_seconds: float | No
         "files": settings.files.path,
         "objects": settings.objects.url,
         "valkey": settings.valkey.url,
+        "mooncake": settings.mooncake.url,
     }
     tiers = []
     for name in (name for name, on in used.items() if on):

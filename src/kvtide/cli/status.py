@@ -191,7 +191,11 @@ def _tiers(now: Status) -> Table:
     for name, tier in now.store.tiers.items():
         evictor = now.store.pipeline.evictors.get(name)
         table.add_row(
-            f"[red]{escape(name)}: failed[/red]" if tier.failed else escape(name),
+            f"[red]{escape(name)}: failed[/red]"
+            if tier.failed
+            else f"[yellow]{escape(name)}: away[/yellow]"
+            if tier.away
+            else escape(name),
             ProgressBar(total=tier.budget, completed=tier.bytes_used, width=20),
             share(tier.bytes_used, tier.budget),
             size(tier.budget),

@@ -487,7 +487,7 @@ def _doubts(case: _Case, status: Status, hit_rate: float) -> Iterator[str]:
             f"the node itself has found {measured:.0%} of the tokens since its start, the replay finds {hit_rate:.0%} "
             "of later ones: pins, priorities, storage of several hosts and other models are not replayed"
         )
-    for name in (name for name in ("files", "objects", "valkey") if name in status.store.tiers):
+    for name in (name for name in ("files", "objects", "valkey", "mooncake") if name in status.store.tiers):
         yield (
             f"shared storage is not tried: no change of {name}.budget or {name}.store is replayed, because what other "
             "hosts store there and what it evicts for them is not in this node's recording"

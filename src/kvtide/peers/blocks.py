@@ -70,6 +70,8 @@ class SentBlock(NamedTuple):
     """The header, if it is known."""
     make: Callable[[], Span] = lambda: memoryview(b"")
     """Makes the header, which takes about half as long as to send the block. Valid until the next is made."""
+    whole: Write | None = None
+    """The block, if all of it is wanted and there is memory to compress it."""
 
 
 _MISS, _BUSY = SentBlock(Presence.MISS), SentBlock(Presence.BUSY)
@@ -253,9 +255,10 @@ class PeerBlocks:
 
     @contextlib.contextmanager
     def opened(
-        self, identity: Identity, asked: Sequence[AskedBlock], packer: Packer, asker: PeerConnection
+        self, identity: Identity, asked: Sequence[AskedBlock], packer: Packer, asker: PeerConnection, spare: int = 0
     ) -> Iterator[list[SentBlock]]:
-        """Records of blocks, which stay as they are inside the ``with``."""
+        """Records of blocks, which stay as they are inside the ``with``. ``spare``: bytes of memory that it takes to
+        compress them, if that is wanted; they count like those of blocks."""
         footprint = identity.geometry.footprint
         if footprint > self._store.config.dram.budget:  # no such block is there
             yield [_MISS] * len(asked)
@@ -270,6 +273,9 @@ class PeerBlocks:
         with contextlib.ExitStack() as stack:
             taken = _Taken(self._budget, who, nbytes)
             stack.callback(taken.close)
+            compressible = spare > 0 and self._budget.take(who, spare, 0.0)
+            if compressible:
+                stack.callback(self._budget.give, who, spare)
             partition = self._store.partition_of(identity.tenant)
             wake = threading.Event()
 
@@ -291,7 +297,11 @@ class PeerBlocks:
                 stack.callback(lambda: read.zero() if answer.withdrawn else None)
                 if self._read(nvme, read, leased, end):
                     late = set(leased.reads)
-            yield self._packed(partition.outgoing, answer, served, leased, late, packer) + rest
+            sent = self._packed(partition.outgoing, answer, served, leased, late, packer)
+            if compressible:
+                whole = {i: write for i, write in leased.writes.items() if len(sent[i].payload) == footprint}
+                sent = [one._replace(whole=whole.get(i)) for i, one in enumerate(sent)]
+            yield sent + rest
 
     def _packed(
         self,

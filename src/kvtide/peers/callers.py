@@ -60,6 +60,7 @@ class GreetedPeer:
         self.begin = caller.connection.begin
         self.receive = caller.connection.receive
         self.ended = caller.connection.ended
+        self.unsent = caller.connection.unsent
         self.interrupt = caller.connection.interrupt
         self.close = caller.connection.close
         self.abort = caller.connection.abort

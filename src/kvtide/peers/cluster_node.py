@@ -21,6 +21,7 @@ from kvtide.peers.server import PeerServer
 from kvtide.store.node_statistics import ClusterServing
 from kvtide.store.store import Store
 from kvtide.tiers.peers.cluster import announced_address, directory_of
+from kvtide.tiers.peers.measurements import Measurement
 
 __all__ = ["ClusterNode"]
 
@@ -55,7 +56,9 @@ class ClusterNode:
         return f"<ClusterNode {self.address}{', draining' if self._drain is not None else ''}>"
 
     def _join(self) -> tuple[Membership, Announcer]:
-        membership = Membership(self._directory, self._store.name, self.address, lease=self._lease)
+        membership = Membership(
+            self._directory, self._store.name, self.address, lease=self._lease, measured=self._measured
+        )
         announcer = Announcer.of(self._store, self._directory, membership)
         with contextlib.ExitStack() as undo:  # there may be no more threads
             undo.callback(membership.close)
@@ -64,6 +67,12 @@ class ClusterNode:
             announcer.start()
             undo.pop_all()
         return membership, announcer
+
+    def _measured(self) -> dict[str, Measurement]:
+        """What this node has measured of the others, by their addresses."""
+        nodes = self._store.main.nodes
+        members = nodes.statistics().members if nodes is not None else ()
+        return {member.address: Measurement(member.bytes_per_second, member.round_trip) for member in members}
 
     def statistics(self) -> ClusterServing:
         own, drain = self._membership.own, self._drain

@@ -8,6 +8,9 @@ becomes empty within one lease, and so does ``own``. To believe a member for too
 compares the name in its greeting, and every checksum. It costs a request that fails. Times are measured from before a
 question was sent, so that no lease is believed for longer than the server's clock says, whatever its clock shows.
 
+**Measurements.** With each renewal, a node also says what it has measured of the others (``measured``), so that one
+command can show that of all. Nothing depends on it: if it fails, nothing is repeated before the next renewal.
+
 **Scrubbing.** With each renewal, a node removes what the dead have published from some buckets of the directory. All
 nodes together visit every bucket in half an hour, however many nodes there are, unless Valkey is too slow for that.
 """
@@ -26,6 +29,7 @@ from kvtide import forks
 from kvtide.clock import Clock, SystemClock, TurnedClock
 from kvtide.tiers.peers.directory import BlockDirectory, Leases
 from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
+from kvtide.tiers.peers.measurements import Measurement
 from kvtide.tiers.peers.members import Member
 
 __all__ = ["Membership", "MembershipStatistics"]
@@ -70,14 +74,16 @@ class Membership:
         address: str,
         *,
         lease: float = 15.0,
+        measured: Callable[[], Mapping[str, Measurement]] = dict,
         clock: Clock | None = None,
     ) -> None:
         """``name`` is the store's. An empty ``address``: this node serves nobody, so it never joins, and only follows
-        the members."""
+        the members. ``measured`` returns what was measured of others, by their addresses."""
         self._directory = directory
         self._name = name
         self._address = address
         self._lease = lease
+        self._measured = measured
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._stepping = threading.Lock()
@@ -216,7 +222,8 @@ class Membership:
                 self._keep(now)
         finally:  # the others are members, whether this node is one or not
             leases = self._fetch()
-        if self._own is not None:
+        if (own := self._own) is not None:
+            self._report(own[0], leases)
             self._scrub(leases)
 
     def _fetch(self) -> Leases:
@@ -249,6 +256,14 @@ class Membership:
         with self._lock:
             self._joined = sent
             self._own, self._last = (member, sent + self._lease), member
+
+    def _report(self, own: Member, leases: Leases) -> None:
+        measured = self._measured()
+        others = {member.epoch: measured[member.address] for member in leases.left if member.address in measured}
+        others.pop(own.epoch, None)
+        if others:
+            with contextlib.suppress(OSError):
+                self._directory.report(own, others)
 
     def _scrub(self, leases: Leases) -> None:
         """Until the next renewal is due: a slow server is scrubbed more slowly."""

@@ -31,6 +31,7 @@ from kvtide.block import DIGEST, Span
 from kvtide.errors import ConfigError
 from kvtide.peers.blocks import AskedBlock, PeerBlocks, SentBlock
 from kvtide.peers.callers import GreetedPeer, PeerCaller, PeerCallers
+from kvtide.peers.compressor import BlockCompressor
 from kvtide.store.node_statistics import PeerServing
 from kvtide.store.store import Store
 from kvtide.tiers.format.encryption import OPEN
@@ -39,6 +40,7 @@ from kvtide.tiers.peers.cluster import announced_address
 from kvtide.tiers.peers.greeting import let_in, received
 from kvtide.tiers.peers.protocol import (
     ALL,
+    COMPRESSION,
     IDENTITY,
     ITEM,
     LARGEST_BODY,
@@ -66,6 +68,8 @@ _GREETING = 1.0
 """Seconds that a connection may take until it is authenticated, or ``peers.timeout`` if that is less."""
 _PAUSE = 0.5
 """Seconds without accepting connections after the node ran out of file descriptors for them."""
+_LITTLE = 256 << 10
+"""Bytes that a slow link has still to carry while the next block is waited for: some milliseconds."""
 _LOGGED = 10.0
 """Seconds between two log lines about closed connections."""
 
@@ -80,6 +84,7 @@ class PeerServer:
         self._name = store.name
         self._blocks = PeerBlocks(store, settings.timeout)
         self._credit = credit or self._blocks.credit
+        self._compressor = BlockCompressor(store.clock)
         self._lock = threading.Lock()
         self._callers = PeerCallers()
         self._counts: Counter[str] = Counter()
@@ -134,6 +139,7 @@ class PeerServer:
         for caller in self._callers:
             if caller.thread is not None and caller.thread.ident is not None:
                 caller.thread.join()
+        self._compressor.close()
         self._watchdog.close()
 
     def forked(self) -> None:
@@ -172,11 +178,11 @@ class PeerServer:
         try:
             self._watchdog.limit(connection, min(self._timeout, _GREETING))
             connection.begin()
-            let_in(GreetedPeer(caller), self._trust.secret(), self._credit, self._name, self._announced)
+            features = let_in(GreetedPeer(caller), self._trust.secret(), self._credit, self._name, self._announced)
             self._callers.known(caller)
             packer, last = Packer("raw", OPEN), 0
             while not self._stop.is_set():
-                last = self._answer(connection, packer, last)
+                last = self._answer(connection, packer, last, features)
         except PeerViolation as e:
             violation = e.violation
         except OSError as e:  # of TLS too
@@ -216,14 +222,16 @@ class PeerServer:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def _answer(self, connection: PeerConnection, packer: Packer, last: int) -> int:
+    def _answer(self, connection: PeerConnection, packer: Packer, last: int, features: int) -> int:
         """Wait for a request and answer it; returns its number."""
         connection.due = math.inf
         head = received(connection, 1)
         self._watchdog.limit(connection, self._timeout)  # from its first byte on
         head += received(connection, REQUEST.size - 1)
         operation, zero, count, size, number = REQUEST.unpack(head)
-        if zero or not count or operation not in (Operation.LOCATE, Operation.READ):
+        known = operation in (Operation.LOCATE, Operation.READ)
+        known |= operation == Operation.READ_COMPRESSED and bool(features & COMPRESSION)
+        if zero or not count or not known:
             raise PeerViolation(Violation.GARBAGE)
         if number <= last:
             raise PeerViolation(Violation.REPLAYED)
@@ -240,7 +248,7 @@ class PeerServer:
             self._locate(connection, body, items, number)
         else:
             asked = [AskedBlock(*item) for item in ITEM.iter_unpack(items)]
-            self._read(connection, packer, body, asked, number)
+            self._read(connection, packer, body, asked, number, compressed=operation == Operation.READ_COMPRESSED)
         return int(number)
 
     def _locate(self, connection: PeerConnection, body: Span, digests: Span, number: int) -> None:
@@ -251,7 +259,13 @@ class PeerServer:
             self._counts["located"] += len(found.depths)
 
     def _read(
-        self, connection: PeerConnection, packer: Packer, body: Span, asked: Sequence[AskedBlock], number: int
+        self,
+        connection: PeerConnection,
+        packer: Packer,
+        body: Span,
+        asked: Sequence[AskedBlock],
+        number: int,
+        compressed: bool,
     ) -> None:
         identity = parse_identity(body[: IDENTITY.size])
         geometry = identity.geometry
@@ -259,10 +273,14 @@ class PeerServer:
             sections = sum(geometry.sections if one.sections == ALL else one.sections for one in asked)
             if sections * geometry.stride > self._credit.nbytes:
                 raise PeerViolation(Violation.OVER_CREDIT)
-        with self._blocks.opened(identity, asked, packer, connection) as sent:
+        spare = self._compressor.needed(geometry, identity.itemsize) if compressed else 0
+        with self._blocks.opened(identity, asked, packer, connection, spare) as sent:
             parts = b"".join([PART.pack(one.presence, one.size, len(one.payload)) for one in sent])
             seconds = self._timeout + sum(one.size + len(one.payload) for one in sent) / SLOWEST
             self._watchdog.limit(connection, seconds)  # what it took to prepare is not the asker's fault
+            if compressed:
+                self._send_compressed(connection, sent, number)
+                return
             ready: list[Span | bytes] = [REPLY.pack(Operation.READ, 0, len(sent), len(parts), number) + parts]
             for one in sent:
                 if one.presence != Presence.HIT:
@@ -275,10 +293,22 @@ class PeerServer:
             connection.send(ready)
         self._count(sent)
 
-    def _count(self, sent: Sequence[SentBlock]) -> None:
+    def _send_compressed(self, connection: PeerConnection, sent: Sequence[SentBlock], number: int) -> None:
+        ready: list[Span | bytes] = [REPLY.pack(Operation.READ_COMPRESSED, 0, len(sent), 0, number)]
+        less = 0
+        with contextlib.closing(self._compressor.records(sent, lambda: connection.unsent() > _LITTLE)) as records:
+            for one, (header, payload) in zip(sent, records, strict=True):
+                connection.send([*ready, PART.pack(one.presence, len(header), len(payload)), header, payload])
+                ready = []
+                less += len(one.payload) - len(payload)
+        self._count(sent, less)
+
+    def _count(self, sent: Sequence[SentBlock], less: int = 0) -> None:
+        """``less``: how many bytes fewer than those of the blocks were sent."""
         with self._lock:
             counts = self._counts
             for one in sent:
                 name = {Presence.HIT: "sent", Presence.MISS: "missed", Presence.BUSY: "busy"}[one.presence]
                 counts[name] += 1
                 counts["bytes"] += len(one.payload)
+            counts["bytes"] -= less

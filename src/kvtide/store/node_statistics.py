@@ -25,7 +25,7 @@ __all__ = [
 
 _REPORTED = ("dram", "nvme", "plan", "record")
 """Sections of which all settings are reported: none of them is a secret."""
-_STORAGES = (("files", "path"), ("objects", "url"), ("valkey", "url"))
+_STORAGES = (("files", "path"), ("objects", "url"), ("valkey", "url"), ("mooncake", "url"))
 
 
 @dataclass(frozen=True, slots=True)

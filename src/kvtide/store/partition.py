@@ -78,6 +78,7 @@ from kvtide.transfer.node_search import NodeSearch
 from kvtide.transfer.pending_blocks import PendingBlocks
 from kvtide.transfer.pipeline import Asker, Expiring, Pipeline
 from kvtide.transfer.prefetch import Prefetcher
+from kvtide.transfer.second_reads import SecondReads
 from kvtide.transfer.write_results import Flushed
 
 __all__ = ["NVME", "Partition", "StoreContext"]
@@ -183,6 +184,7 @@ class Partition:
             self.pending_blocks = PendingBlocks(
                 self.index, self.colds, self.clock, self.feed, self.pipeline.counts, self.nodes
             )
+            self._open_second_reads()
             self.planner = Planner(self.index, [_source(cold) for cold in self.colds])
             self._learning_thread = LearningThread(self._uses)
             self._running.callback(again_if_interrupted, self._learning_thread.close)
@@ -390,6 +392,17 @@ class Partition:
         nodes.release = lambda name, promised: self.pending_blocks.release(name, promised=promised)
         self._running.callback(again_if_interrupted, nodes.close)
         return nodes
+
+    def _open_second_reads(self) -> None:
+        """Call it when the tiers are open."""
+        others, settings = [cold for cold in self.colds if cold.read_only], self.config.peers
+        if len(others) < 2:
+            return
+        counts = self.pipeline.counts
+        second = SecondReads(self.index, others, settings.hedge, settings.timeout, self.clock, counts, self.nodes)
+        second.enter = self.pending_blocks.enter
+        self.pipeline.use_second_reads(second)
+        self._running.callback(again_if_interrupted, second.close)
 
     def _write_credits(self, name: str, settings: Storage, blobs: Blobs) -> WriteCredits:
         coordination = CoordinationBlobs(blobs, settings.lease)

@@ -20,7 +20,7 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec.structs import replace
 
-from kvtide.config import Config, Files, MiB, Objects, Peers, Valkey
+from kvtide.config import Config, Files, MiB, Mooncake, Objects, Peers, Valkey
 from kvtide.errors import ConfigError
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.plan.quota import TenantQuotas
@@ -55,7 +55,7 @@ class Shares:
 
 def divide(config: Config) -> Shares:
     """Divide a store. Raises ConfigError if more is promised than there is."""
-    quotas = {tier: _quotas(config, tier) for tier in ("dram", "nvme", "valkey", "files", "objects")}
+    quotas = {tier: _quotas(config, tier) for tier in ("dram", "nvme", "mooncake", "valkey", "files", "objects")}
     dram, nvme = _reserved(config, "dram", quotas["dram"]), _reserved(config, "nvme", quotas["nvme"])
     if nvme and not config.nvme.path:
         raise ConfigError(f"nvme.reserved is {config.nvme.reserved!r}, but there is no disk: set nvme.path")
@@ -124,6 +124,7 @@ def _share(rest: Config, name: str, dram: int, nvme: int) -> Config:
         dram=replace(rest.dram, budget=dram, quotas=""),
         nvme=replace(rest.nvme, path=path, budget=nvme or rest.nvme.budget, quotas=""),
         valkey=Valkey(),
+        mooncake=Mooncake(),
         files=Files(),
         objects=Objects(),
         peers=Peers(),

@@ -15,6 +15,7 @@ import pytest
 from kvtide.block import BlockKey
 from kvtide.tiers.peers.directory import BlockDirectory
 from kvtide.tiers.peers.directory_scripts import BUCKETS, HOLDERS, PARTITIONS
+from kvtide.tiers.peers.measurements import Measurement
 from kvtide.tiers.peers.members import Member
 from kvtide.tiers.shared.valkey_scripts import ScriptCall, ScriptRunner
 
@@ -84,6 +85,23 @@ class DirectoryContract(ABC):
         third = a.join(b"c" * 16, "host9:9411", _LEASE)
         assert third.number == first.number
         assert third.epoch > second.epoch
+
+    def test_what_a_member_has_measured_is_there_until_its_lease_ends(
+        self, directories: tuple[BlockDirectory, BlockDirectory]
+    ) -> None:
+        a, b = directories
+        assert a.measurements() == {}
+        one, two = a.join(b"a" * 16, "a:1", _LEASE), b.join(b"b" * 16, "b:1", _SHORT)
+        rows = {one.epoch: {two.epoch: Measurement(1.5e9, 0.25)}, two.epoch: {one.epoch: Measurement(2.0, 0.0)}}
+        assert a.report(one, {two.epoch: Measurement(1.0, 1.0), 7: Measurement(1.0, 1.0)})
+        assert a.report(one, rows[one.epoch]), "the earlier row is replaced"
+        if b.report(two, rows[two.epoch]) and (found := a.measurements()) and two in a.leases().left:
+            assert found == rows  # a real server may have been too slow
+        self.pass_time(_SHORT + 0.1)
+        assert not b.report(two, rows[two.epoch])
+        assert b.measurements() == {one.epoch: rows[one.epoch]}
+        a.leave(one)
+        assert b.measurements() == {}
 
     def test_what_is_published_is_found(self, directories: tuple[BlockDirectory, BlockDirectory]) -> None:
         a, b = directories

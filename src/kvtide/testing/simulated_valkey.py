@@ -28,6 +28,7 @@ class _Place:
 
     leases: dict[int, int] = field(default_factory=dict)
     members: dict[int, bytes] = field(default_factory=dict)
+    measured: dict[int, bytes] = field(default_factory=dict)
     epoch: int = 0
     version: int = 0
     cursor: int = 0
@@ -96,6 +97,7 @@ class SimulatedValkey:
     def _remove(place: _Place, epoch: int) -> None:
         place.leases.pop(epoch, None)
         place.members.pop(epoch, None)
+        place.measured.pop(epoch, None)
 
     @staticmethod
     def _changed(place: _Place, now: int) -> None:
@@ -135,6 +137,17 @@ class SimulatedValkey:
         self._remove(place, int(epoch))
         self._changed(place, now)
         return 1
+
+    def _report(self, place: _Place, epoch: bytes, row: bytes) -> int:
+        self._now(place)
+        if int(epoch) not in place.leases:
+            return 0
+        place.measured[int(epoch)] = row
+        return 1
+
+    def _measured(self, place: _Place) -> list[bytes]:
+        self._now(place)
+        return [one for epoch, row in place.measured.items() for one in (b"%d" % epoch, row)]
 
     def _list(self, place: _Place, version: bytes) -> list[bytes]:
         now = self._now(place)

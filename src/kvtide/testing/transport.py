@@ -113,6 +113,17 @@ class TransportContract(ABC):
             mine.receive([got])
             assert bytes(got) == b"what nobody has asked for", "asking does not take it away"
 
+    def test_what_was_not_taken_is_unsent(self, transport: PeerTransport, listener: PeerListener) -> None:
+        with self.pair(transport, listener) as (mine, theirs), ThreadPoolExecutor(1) as pool:
+            size = 64 << 20  # more than any buffer between the two has
+            sending = pool.submit(mine.send, [aligned(size)])
+            _until(lambda: mine.unsent() > 0)
+            theirs.receive([aligned(size)])
+            sending.result(_PATIENCE)
+            _until(lambda: not mine.unsent())
+            mine.close()
+            assert not mine.unsent()
+
     def test_an_aborted_connection_is_closed(self, transport: PeerTransport, listener: PeerListener) -> None:
         with self.pair(transport, listener) as (mine, theirs), ThreadPoolExecutor(1) as pool:
             hangs = pool.submit(theirs.send, [aligned(64 << 20)])  # more than any buffer between the two has

@@ -30,6 +30,7 @@ from kvtide.block import BlockKey, Geometry, Span
 
 __all__ = [
     "NOWHERE",
+    "Cuttable",
     "DropDone",
     "FoundBlock",
     "Held",
@@ -159,6 +160,8 @@ class TierStatistics:
     """System errors since the last successful read or write."""
     bytes_huge: int = 0
     """Bytes of the allocated memory that are in huge pages, as far as that is known."""
+    away: bool = False
+    """Whether another node is not asked now, because it does not answer."""
 
     @property
     def failed(self) -> bool:
@@ -216,6 +219,15 @@ class Refetching(Protocol):
 
     def stored(self, keys: Sequence[BlockKey]) -> None:
         """These blocks are stored here: an earlier drop or expiry does not concern them any more. Cheap."""
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A tier that can end a read before its time."""
+
+    def cut(self, batch: Sequence[Read]) -> None:
+        """End the read of this very batch soon, if it is under way: what was not read by then has the result
+        ``Miss.FAILED``, and that is no failure of the medium. Its memory is used until ``done``. May be repeated."""
 
 
 class FoundBlock(NamedTuple):

@@ -227,6 +227,20 @@ class Lane:
             self._write_bytes = sum(job.nbytes for job in jobs if isinstance(job, _WriteJob))
         self._start()
 
+    def withdraw(self, items: Sequence[Read]) -> bool:
+        """Take back the read of this same batch object, which has not begun: all its results are ``Miss.FAILED``. False
+        if it has begun, or has ended."""
+        with self._lock:
+            job = next((job for job in self._reads if job.items is items), None)
+            if job is None:
+                return False
+            self._reads.remove(job)
+            self._begin(job)  # so that ``reading`` says so until its callback has returned
+            self._cancelled += 1
+        job.done([Miss.FAILED] * len(items))
+        self._end(job)
+        return True
+
     def writing(self) -> set[int]:
         """The owners of all blocks waiting to be written or being written."""
         with self._lock:

@@ -63,6 +63,8 @@ _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
 _ROUNDS = 2
 """How often other holders are asked, if those that were chosen do not have the blocks."""
+_OTHERS, _OTHERS_OF = 1 << 15, 3
+"""Blocks of which further holders are remembered, the last ones; and how many of each."""
 _ROUND_TRIP, _CONNECTING = 0.001, 0.004
 """Seconds expected for a request to a node that was not measured yet, and for binding a position to it."""
 _SETTLED = 1.0
@@ -144,6 +146,8 @@ class _Question:
         """When it has waited long enough for positions to be bound."""
         self.guessed = False
         """Whether members were asked that the directory did not name, because it has lost something."""
+        self.again = False
+        """Whether the blocks are known to be at another node, so that not to find them here says nothing."""
         self.rounds = 0
         self.unanswered = 0
         self.lock = threading.Lock()
@@ -191,6 +195,8 @@ class NodeSearch:
         self._refused: set[int] = set()
         """Epochs of members that were replaced."""
         self._absent: dict[BlockKey, float] = {}
+        self._others: dict[BlockKey, tuple[int, ...]] = {}
+        """Members that the directory named for a block, besides the one where it was found, by number."""
         self._truth: dict[str, float] = {}
         """By address: the part of the blocks that a member lately had, of those that the directory said it has."""
         self._speeds: dict[str, SpeedState] = {}
@@ -221,6 +227,21 @@ class NodeSearch:
             self._jobs.submit(batch)
         else:
             self._ask_all(question)
+
+    def find_other(self, wanted: Sequence[Wish], first: ColdTier, found: FoundIn, ended: Callable[[], None]) -> bool:
+        """As ``find``, but only at one node that the directory has named for all of these blocks, besides that of the
+        tier in which they were found ``first``. False if there is none: then nothing is called."""
+        members = self._members or {}
+        named = [{n for n in self._others.get(key, ()) if n in members} for key, _ in wanted]
+        bound = next((p.position.member for p in self._places if p.cold is first), None)
+        both = {n for n in set.intersection(*named) if members[n] != bound} if named else set()
+        if not both:
+            return False
+        question = _Question(wanted, found, ended)
+        question.holders = [[*both] for _ in wanted]
+        question.rounds, question.again = _ROUNDS - 1, True
+        self._ask_holders(question)
+        return True
 
     @property
     def _needs_directory(self) -> bool:
@@ -453,6 +474,8 @@ class NodeSearch:
             seconds = self._clock.monotonic() - began
             before = self._round_trips.get(member.address, seconds)
             self._round_trips[member.address] = before + _WEIGHT * (seconds - before)
+        if here and question.holders:
+            self._remember_others(question, here)
         if here:
             with place.lock:
                 if _same(place.position.member, member):
@@ -471,6 +494,15 @@ class NodeSearch:
             if question.unanswered:
                 return
         self._answered(question)
+
+    def _remember_others(self, question: _Question, here: Mapping[Wish, FoundBlock]) -> None:
+        """Remember who else is said to have blocks that were found, in case that their node is slow."""
+        left, holders = question.left, question.holders
+        new = {wish[0]: tuple(holders[i][:_OTHERS_OF]) for i, wish in left.items() if wish in here and holders[i]}
+        with self._lock:
+            self._others |= new
+            while len(self._others) > _OTHERS:
+                del self._others[next(iter(self._others))]
 
     def _answered(self, question: _Question) -> None:
         """All that were asked have answered: ask further holders, or end."""
@@ -491,6 +523,9 @@ class NodeSearch:
 
     def _over(self, question: _Question) -> None:
         """What is left was not found."""
+        if question.again:
+            question.ended()
+            return
         if len(self._absent) + len(question.left) >= REMEMBERED:
             self._absent.clear()
         until = self._clock.monotonic() + _ABSENT

@@ -149,7 +149,7 @@ class PendingBlocks:
             lock = threading.Lock()
 
             def found(cold: ColdTier, here: Mapping[Wish, FoundBlock]) -> None:
-                self._enter(cold, here)
+                self.enter(cold, here)
                 with lock:
                     for wish in here:
                         left.pop(wish, None)
@@ -166,7 +166,7 @@ class PendingBlocks:
 
         ask(0, options, stop)
 
-    def _enter(self, cold: ColdTier, found: Mapping[Wish, FoundBlock]) -> None:
+    def enter(self, cold: ColdTier, found: Mapping[Wish, FoundBlock]) -> None:
         """Enter blocks found in a tier into the index."""
         index, now = self._index, self._clock.time()
         new, whose = list[BlockKey](), list[int]()

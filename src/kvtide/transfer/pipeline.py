@@ -181,6 +181,7 @@ class Pipeline:
         self._space = SpaceMaker(context, demotion, evictor, quota, quotas.tenants)
         self._promotion = Promotion(context, self._space)
         self.persister = Persister(context, demotion, self._promotion)
+        self.use_second_reads = self._promotion.use_second_reads
         self.lease, self.load, self.flush = residents.lease, self._promotion.load, demotion.flush
         self._serials = itertools.count(1)
         self._open: dict[int, list[int]] = {}

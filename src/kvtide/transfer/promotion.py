@@ -40,6 +40,7 @@ from kvtide.tiers.base import Identity, Miss, Read, ReadResult
 from kvtide.transfer.cold_tier import ColdTier, nearest
 from kvtide.transfer.context import TransferContext
 from kvtide.transfer.residents import rows_of
+from kvtide.transfer.second_reads import ReadUnderWay, SecondReads
 from kvtide.transfer.space import SpaceMaker
 from kvtide.transfer.transfer import Transfer
 
@@ -103,6 +104,7 @@ class Promotion:
         self._feed, self._counts = context.feed, context.counts
         self._interrupted = context.interrupted
         self._space = space
+        self._second: SecondReads | None = None
         self._flights: dict[int, tuple[Transfer, ...]] = {}
         self._jobs: dict[int, _Job] = {}
         """Unfinished reads, by the ``id`` of the batch that the lane was given."""
@@ -117,6 +119,11 @@ class Promotion:
         """Failed reads since the last good one, by tier and block."""
         self._outcomes = dict.fromkeys(("whole", "partial", "deadline", "cancelled"), 0)
         self._seconds = Histogram(_LATENCIES)
+
+    def use_second_reads(self, second: SecondReads) -> None:
+        """Read from a second node what the first does not send in time."""
+        second.wanted = self._is_wanted
+        self._second = second
 
     def __len__(self) -> int:
         """Number of rows that a caller waits for."""
@@ -286,14 +293,25 @@ class Promotion:
         for i in range(0, len(rows), step):
             cut = slice(i, i + step)
             job = _Job(cold, rows[cut], reads[cut], tenants[cut])
-            self._jobs[id(job.reads)] = job
-            cold.lane.read(job.reads, functools.partial(self._read_done, job), functools.partial(self._unwanted, job))
+            if self._second is not None:
+                self._second.began(cold, job.rows, job.reads)
+            self._begin_read(job)
+
+    def _begin_read(self, job: _Job) -> None:
+        self._jobs[id(job.reads)] = job
+        job.cold.lane.read(job.reads, functools.partial(self._read_done, job), functools.partial(self._unwanted, job))
+
+    def _is_wanted(self, rows: Rows) -> bool:
+        """Whether a transfer waits for any of these rows. Call with the lock held."""
+        return any(t.wanted for row in rows.tolist() for t in self._flights.get(row, ()))
 
     def _unwanted(self, job: _Job) -> bool:
         """Whether no transfer wants a read that is about to start; if so, the read is ended."""
         with self._index.lock:
-            if any(t.wanted for row in job.rows.tolist() for t in self._flights.get(row, ())):
+            if self._is_wanted(job.rows):
                 return False
+            if self._second is not None:
+                self._second.ended(job.reads)
             # Under the same lock, so that no transfer joins a read that will not be made.
             ready = self._land(job, None)
         self._call(ready)
@@ -301,8 +319,35 @@ class Promotion:
 
     def _read_done(self, job: _Job, results: Sequence[ReadResult]) -> None:
         with self._index.lock:
-            ready = self._land(job, results)
+            first = self._second.ended(job.reads) if self._second is not None else None
+            ready = self._land(job, results) if first is None else self._land_or_move(job, results, first)
         self._call(ready)
+
+    def _land_or_move(self, job: _Job, results: Sequence[ReadResult], first: ReadUnderWay) -> Callable[[], None]:
+        """Handle the end of a read of another node: what it did not supply is read from a second one, if there is one.
+        The receiver of the first has ended, so the second may fill the same slots. Call with the lock held."""
+        second, residents = self._second, self._residents
+        assert second is not None
+
+        def usable(i: int) -> bool:
+            here = int(job.rows[i]) not in residents.doomed
+            return here and job.reads[i].identity.tenant not in residents.forgotten
+
+        moves = second.moves(first, results, usable)
+        ready = self._land(
+            job, results, {i for some in moves.values() for i in some}, cut=first.cut and not first.second
+        )
+        for cold, some in moves.items():
+            rows = job.rows[some]
+            places = self._index.place[cold.number].take(rows).tolist()
+            reads = [
+                Read(item.key, item.identity, place, item.span, item.sections)
+                for item, place in zip([job.reads[i] for i in some], places, strict=True)
+            ]
+            again = _Job(cold, rows, reads, job.tenants[some])
+            second.began(cold, rows, reads, first)
+            self._begin_read(again)
+        return ready
 
     def _call(self, ready: Callable[[], None]) -> None:
         """Notify waiters on rows; later, if this thread has the lock because the tier completed immediately."""
@@ -349,9 +394,17 @@ class Promotion:
         if over:
             self.notify_later(over, [bool(state[row] == SEALED) for row in over])
 
-    def _land(self, job: _Job, results: Sequence[ReadResult] | None) -> Callable[[], None]:
+    def _land(
+        self,
+        job: _Job,
+        results: Sequence[ReadResult] | None,
+        moved: Collection[int] = (),
+        *,
+        cut: bool = False,
+    ) -> Callable[[], None]:
         """Handle the end of reads: good, bad, or (``results`` None) cancelled before they began. Call the returned
-        function without the lock."""
+        function without the lock. Those whose numbers are in ``moved`` are read again, into the same slots. ``cut``:
+        the reads were ended before their time, so those that failed say nothing about the tier."""
         index, doomed = self._index, self._residents.doomed
         cold, rows, reads = job.cold, job.rows, job.reads
         self._jobs.pop(id(reads), None)
@@ -368,19 +421,26 @@ class Promotion:
             for i, row in enumerate(numbers):
                 if good[i]:
                     continue
-                self._residents.give_up(rows[i : i + 1])
-                index.tenant[row] = job.tenants[i]  # the failed request's tenant need not be the owner
+                if i not in moved:
+                    self._residents.give_up(rows[i : i + 1])
+                    index.tenant[row] = job.tenants[i]  # the failed request's tenant need not be the owner
                 same = index.place[cold.number][row] == reads[i].place
                 if results is None or results[i] or not same or row in doomed:
                     continue
-                cause = _CAUSES.get(results[i], AbsenceCause.DAMAGED)
-                self._note_failed(rows[i : i + 1], reads[i].identity, cold.number, cause)
+                if cut and results[i] is Miss.FAILED:
+                    continue
+                if i not in moved:
+                    cause = _CAUSES.get(results[i], AbsenceCause.DAMAGED)
+                    self._note_failed(rows[i : i + 1], reads[i].identity, cold.number, cause)
                 if self._lost(cold, reads[i].key, results[i]):
                     bad.append((reads[i].key, index.remove(row, cold.number)))
                     whose.append(int(index.identity[row]))
         if self._failures:
             for row in arrived.tolist():
                 self._failures.pop((cold.number, index.key(row)), None)
+        if moved:
+            over = [i for i in range(len(numbers)) if i not in moved]
+            rows, numbers, good = rows[over], [numbers[i] for i in over], [good[i] for i in over]
         tell = self.landed(numbers, good)
         self._landing.pop()
         events: list[Event] = []

@@ -10,6 +10,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: node
 {{- end }}
 
+{{- define "kvtide.directory" -}}
+app.kubernetes.io/name: kvtide
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: directory
+{{- end }}
+
 {{- define "kvtide.vllm" -}}
 app.kubernetes.io/name: kvtide
 app.kubernetes.io/instance: {{ .Release.Name }}

@@ -41,6 +41,8 @@ class Availability:
         self._lock = threading.Lock()
         self.away = False
         """Whether the node must not be asked now."""
+        self.own = False
+        """Whether the address was found to be the asker's own."""
         self._pause = 0.0
         """Seconds between the last failure and the trial after it; 0: the last request was answered."""
         self._trial_at = math.inf
@@ -83,8 +85,8 @@ class Availability:
         with self._lock:
             if self.away and not trial:
                 return False  # several requests failed together
+            own = self.own = isinstance(e, OwnAddress)  # before ``away``: others read both without the lock
             first, self.away = not self.away, True
-            own = isinstance(e, OwnAddress)
             self._pause = _LONGEST if own else min(_LONGEST, max(_SHORTEST, 2 * self._pause))
             self._trial_at = self._clock.monotonic() + self._pause
             new, self._said = reason != self._said, reason

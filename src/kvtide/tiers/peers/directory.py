@@ -44,6 +44,7 @@ from kvtide.block import DIGEST, BlockKey
 from kvtide.errors import ConfigError
 from kvtide.tiers.peers import directory_scripts as scripts
 from kvtide.tiers.peers.directory_scripts import BUCKETS, EPOCH, ITEM, PARTITIONS
+from kvtide.tiers.peers.measurements import Measurement, pack_measurements, unpack_measurements
 from kvtide.tiers.peers.members import Member
 from kvtide.tiers.shared.valkey_client import SLOTS, Login, UnfitServer, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
@@ -199,6 +200,22 @@ class BlockDirectory:
     def leases(self) -> Leases:
         """The live members, with the time that each has left."""
         return _parsed(self._call(scripts.LIST, b""))
+
+    def report(self, member: Member, measured: Mapping[int, Measurement]) -> bool:
+        """Say what a member has measured of others, by their epochs, until it reports again or is no member any more.
+        False if its lease has ended."""
+        return _whole(self._call(scripts.REPORT, b"%d" % member.epoch, pack_measurements(measured))) == 1
+
+    def measurements(self) -> dict[int, dict[int, Measurement]]:
+        """By epoch, what each live member has measured of others, by their epochs. Members of an older version, and
+        those whose row makes no sense, are not there."""
+        reply = self._call(scripts.MEASURED)
+        if not isinstance(reply, list) or len(reply) % 2:
+            raise _nonsense()
+        rows = {
+            _whole(epoch): row for epoch, row in zip(reply[::2], reply[1::2], strict=True) if isinstance(row, bytes)
+        }
+        return {epoch: found for epoch, row in rows.items() if (found := unpack_measurements(row))}
 
     # -- blocks -------------------------------------------------------------------------------------------
 
@@ -356,17 +373,24 @@ def marks_of(keys: Sequence[BlockKey], masks: dict[bytes, int] | None = None) ->
     of all groups have the same digest. ``masks`` is a cache."""
     if not keys:
         return np.zeros(0, np.uint64)
-    marks = np.frombuffer(b"".join([key[:8] for key in keys]), ">u8").astype(np.uint64)
-    groups = [key[DIGEST:] for key in keys]
     masks = {} if masks is None else masks
-    for group in set(groups):
-        if group not in masks:
-            masks[group] = int.from_bytes(blake3(group, derive_key_context="kvtide 1 directory").digest(8), "big")
-    if len(set(groups)) == 1:
-        marks ^= np.uint64(masks[groups[0]])
-    else:
-        marks ^= np.array([masks[group] for group in groups], np.uint64)
+    size = len(keys[0])
+    data = b"".join(keys)
+    if len(data) == size * len(keys) and set(map(len, keys)) == {size}:
+        whole = np.frombuffer(data, np.uint8).reshape(-1, size)
+        if (whole[:, DIGEST:] == whole[0, DIGEST:]).all():  # blocks of one group, as in nearly every call
+            marks: Marks = np.ascontiguousarray(whole[:, :8]).view(">u8").ravel().astype(np.uint64)
+            marks ^= np.uint64(_mask(keys[0][DIGEST:], masks))
+            return marks
+    marks = np.frombuffer(b"".join([key[:8] for key in keys]), ">u8").astype(np.uint64)
+    marks ^= np.array([_mask(key[DIGEST:], masks) for key in keys], np.uint64)
     return marks
+
+
+def _mask(group: bytes, masks: dict[bytes, int]) -> int:
+    if group not in masks:
+        masks[group] = int.from_bytes(blake3(group, derive_key_context="kvtide 1 directory").digest(8), "big")
+    return masks[group]
 
 
 def _milliseconds(seconds: float) -> bytes:
@@ -433,8 +457,13 @@ def _numbers(
     epochs = wide.view(">u8").reshape(total).astype(np.uint64)
     at = np.minimum(np.searchsorted(known.epochs, epochs), len(known.epochs) - 1)
     live = known.epochs[at] == epochs
-    numbers, dead = known.numbers[at].tolist(), not live.all()
-    flags = live.tolist()
+    dead = not live.all()
+    if not dead and counts.max() == 1:  # a holder each, as for most prompts
+        ones = [(number,) for number in known.numbers.tolist()]
+        for place, i in zip(places[counts == 1].tolist(), at.tolist(), strict=True):
+            found[place] = ones[i]
+        return found
+    numbers, flags = known.numbers[at].tolist(), live.tolist()
     start = 0
     for place, count in zip(places.tolist(), counts.tolist(), strict=True):
         if count:

@@ -7,6 +7,7 @@ There are two kinds of places, and each is at one server, since its keys have on
     - ``:leases``   sorted set: epoch -> end of the lease
     - ``:members``  hash: epoch -> number (2 bytes), name (16), address
     - ``:state``    hash: ``epoch`` (the last given), ``version`` (changes with the members), ``cursor`` (see ``TURN``)
+    - ``:measured`` hash: epoch -> what the member has measured of others (measurements.py); nodes before it have none
 - *partitions*, 16 of them: who holds which blocks.
     - two bytes     hash, a *bucket*: field (5 bytes of the block's mark) -> epochs of its holders, 5 bytes each
     - ``:roster``   hash: epoch -> number of the last publish, of those members that may publish here; ``entries``
@@ -29,6 +30,7 @@ entries fit.
 
 from __future__ import annotations
 
+from kvtide.tiers.peers.measurements import LONGEST_ROW
 from kvtide.tiers.shared.valkey_scripts import HashLookup, Script
 
 __all__ = [
@@ -45,9 +47,11 @@ __all__ = [
     "LEAVE",
     "LIST",
     "LOOKUP",
+    "MEASURED",
     "PARTITIONS",
     "PUBLISH",
     "RENEW",
+    "REPORT",
     "SAMPLE",
     "SCRUB",
     "TTL",
@@ -85,6 +89,7 @@ end
 local function remove(epoch)
   redis.call('ZREM', base .. ':leases', epoch)
   redis.call('HDEL', base .. ':members', epoch)
+  redis.pcall('HDEL', base .. ':measured', epoch)  -- whatever is there, leases do not depend on it
 end
 local function alive(epoch)  -- a server that evicts may have lost one of the two
   return redis.call('ZSCORE', base .. ':leases', epoch) and redis.call('HEXISTS', base .. ':members', epoch) == 1
@@ -145,6 +150,41 @@ CHECK = Script("check", _NOW + "return alive(ARGV[1]) and 1 or 0")
 
 LEAVE = Script("leave", _NOW + "remove(ARGV[1]) changed() return 1")
 """Argument: epoch."""
+
+REPORT = Script(
+    "report",
+    _NOW
+    + """
+local measured = base .. ':measured'
+if not alive(ARGV[1]) then return 0 end
+redis.call('HSET', measured, ARGV[1], ARGV[2])
+redis.call('PEXPIRE', measured, ttl)
+if redis.call('HLEN', measured) > redis.call('ZCARD', base .. ':leases') then  -- a node that knows no rows removed one
+  for _, epoch in ipairs(redis.call('HKEYS', measured)) do
+    if not redis.call('ZSCORE', base .. ':leases', epoch) then redis.call('HDEL', measured, epoch) end
+  end
+end
+return 1
+""",
+)
+"""Arguments: epoch, what the member has measured. It is removed with the member. Returns whether it was alive."""
+
+MEASURED = Script(
+    "measured",
+    _NOW
+    + f"""
+local found = {{}}
+for _, epoch in ipairs(redis.call('ZRANGE', base .. ':leases', 0, -1)) do
+  local row = redis.call('HGET', base .. ':measured', epoch)
+  if row and #row <= {LONGEST_ROW} then
+    found[#found + 1] = epoch
+    found[#found + 1] = row
+  end
+end
+return found
+""",
+)
+"""Returns the epoch of each member that has measured others, and its row."""
 
 LIST = Script(
     "list",

@@ -54,14 +54,14 @@ def ask_in(
     if address and not welcome.features & ADDRESSED:
         raise PeerViolation(Violation.UNPROVEN)
     connection.send([proof(secret, b"asker", said)])
-    return welcome
+    return welcome._replace(features=welcome.features & FEATURES)
 
 
 def let_in(
     connection: PeerConnection, secret: bytes | None, credit: RequestCredit, node: bytes, address: str = ""
-) -> None:
+) -> int:
     """The side of the server, whose name is ``node``, and which tells others that ``address``; empty: it tells none.
-    Raises OSError."""
+    Returns the features that both have. Raises OSError."""
     data = bytes(received(connection, HELLO.size))
     hello = Hello.parse(data)
     version = min(NEWEST, hello.newest)
@@ -75,6 +75,7 @@ def let_in(
         raise PeerViolation(Violation.VERSION)
     if not hmac.compare_digest(received(connection, PROOF), proof(secret, b"asker", said)):
         raise PeerViolation(Violation.UNPROVEN)
+    return welcome.features
 
 
 def _features(address: str) -> int:

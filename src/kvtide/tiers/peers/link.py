@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvtide.tiers.peers.availability import OtherNode, OwnAddress
 from kvtide.tiers.peers.greeting import ask_in, received
 from kvtide.tiers.peers.protocol import (
     ALL,
+    COMPRESSION,
     ITEM,
     PART,
     REPLY,
@@ -75,7 +76,9 @@ class Arrival(NamedTuple):
     number: int
     presence: Presence
     nbytes: int
-    """Bytes of its sections, from the first on."""
+    """Bytes of its sections, from the first on; fewer than they have, if they are compressed."""
+    complete: bool
+    """Whether that is all of it."""
 
 
 class _Allowance:
@@ -91,6 +94,11 @@ class _Allowance:
         """So many bytes more are received now."""
         self._end += nbytes / SLOWEST
         self._watchdog.limit(self._connection, self._end - time.monotonic())
+
+
+def _check_wanted(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise OSError(errno.ECANCELED, "the read was stopped")
 
 
 def _body(identity: Identity, blocks: Sequence[WantedBlock]) -> bytes:
@@ -121,9 +129,13 @@ class PeerLink:
         self._named = named
         self._connection: PeerConnection | None = None
         self._credit = RequestCredit()
+        self._features = 0
         self._number = 0
         self._busy = threading.Lock()
         """Held while a request is under way, so that ``close`` does not release what is in use."""
+        self._state = threading.Lock()
+        self._receiving = False
+        """Whether a request may receive something now. Changed with ``_state`` held."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -133,6 +145,11 @@ class PeerLink:
     def credit(self) -> RequestCredit:
         """What one request may ask for; before the first connection, a guess."""
         return self._credit
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the node can send compressed blocks, as far as is known."""
+        return bool(self._features & COMPRESSION)
 
     def greet(self) -> None:
         """Connect anew, to see whether the node answers. Raises OSError."""
@@ -151,27 +168,40 @@ class PeerLink:
             )
             return parse_located(memoryview(received(connection, size)), len(keys))
 
-    def read(self, identity: Identity, requests: Iterable[Sequence[WantedBlock]]) -> Generator[Arrival, None, None]:
+    def read(
+        self,
+        identity: Identity,
+        requests: Iterable[Sequence[WantedBlock]],
+        stopped: Callable[[], bool] = lambda: False,
+        *,
+        compressed: bool = False,
+    ) -> Generator[Arrival, None, None]:
         """Read blocks of an identity, with a request for each sequence of them. Says of each block, in their order,
         what has arrived: of one with a HIT the header, and so many bytes of its sections, not yet verified. Raises
         OSError.
 
+        ``compressed``: blocks may be compressed, if the node can do that. They are received where the block is to be.
+
         While the caller verifies what has arrived, the next bytes are on their way: the kernel receives them, and the
         next request is sent before the answer to the one before is read. Close the iterator if it is not exhausted.
+
+        ``stopped``: whether nothing shall be received any more; see ``stop``.
         """
-        with self._request(self._timeout) as connection:
+        with self._request(self._timeout, stopped) as connection:
             allowed = _Allowance(self._watchdog, connection, self._timeout)
             asked: deque[tuple[int, int, Sequence[WantedBlock]]] = deque()
             first = 0
+            small = compressed and self.compresses
+            operation, arrivals = (
+                (Operation.READ_COMPRESSED, self._compressed) if small else (Operation.READ, self._arrivals)
+            )
             for blocks in requests:
-                asked.append(
-                    (self._ask(connection, Operation.READ, len(blocks), _body(identity, blocks)), first, blocks)
-                )
+                asked.append((self._ask(connection, operation, len(blocks), _body(identity, blocks)), first, blocks))
                 first += len(blocks)
                 if len(asked) > _AHEAD:
-                    yield from self._arrivals(connection, allowed, *asked.popleft())
+                    yield from arrivals(connection, allowed, *asked.popleft())
             while asked:
-                yield from self._arrivals(connection, allowed, *asked.popleft())
+                yield from arrivals(connection, allowed, *asked.popleft())
 
     def _arrivals(
         self, connection: PeerConnection, allowed: _Allowance, request: int, first: int, blocks: Sequence[WantedBlock]
@@ -191,7 +221,7 @@ class PeerLink:
         size = 0
         for number, (block, (presence, _, nbytes)) in enumerate(zip(blocks, parts, strict=True), first):
             if presence != Presence.HIT:
-                arrived.append(Arrival(number, Presence(presence), 0))
+                arrived.append(Arrival(number, Presence(presence), 0, complete=True))
                 continue
             into.append(block.header)
             for start in range(0, nbytes, _PIECE):
@@ -202,11 +232,29 @@ class PeerLink:
                     yield from arrived
                     into, arrived, size = [], [], 0
                 into.append(piece)
-                arrived.append(Arrival(number, Presence.HIT, start + len(piece)))
+                arrived.append(Arrival(number, Presence.HIT, start + len(piece), start + len(piece) == nbytes))
                 size += len(piece)
         allowed.more(size)
         connection.receive(into)
         yield from arrived
+
+    def _compressed(
+        self, connection: PeerConnection, allowed: _Allowance, request: int, first: int, blocks: Sequence[WantedBlock]
+    ) -> Iterator[Arrival]:
+        """Receive the answer to a request for blocks that may be compressed."""
+        if self._answer(connection, Operation.READ_COMPRESSED, len(blocks), request):
+            raise PeerViolation(Violation.GARBAGE)
+        for number, block in enumerate(blocks, first):
+            allowed.more(len(block.payload))  # it may have to be compressed first
+            presence, header, nbytes = PART.unpack(received(connection, PART.size))
+            if presence in (Presence.MISS, Presence.BUSY) and not header and not nbytes:
+                yield Arrival(number, Presence(presence), 0, complete=True)
+                continue
+            least = 1 if block.sections is None else len(block.payload)
+            if presence != Presence.HIT or header != len(block.header) or not least <= nbytes <= len(block.payload):
+                raise PeerViolation(Violation.GARBAGE)
+            connection.receive([block.header, block.payload[:nbytes]])
+            yield Arrival(number, Presence.HIT, nbytes, complete=True)
 
     def _ask(self, connection: PeerConnection, operation: Operation, items: int, body: bytes) -> int:
         """Send a request; returns its number."""
@@ -224,15 +272,22 @@ class PeerLink:
         return int(size)
 
     @contextlib.contextmanager
-    def _request(self, seconds: float) -> Iterator[PeerConnection]:
+    def _request(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Iterator[PeerConnection]:
         end = time.monotonic() + seconds
         with self._busy:
             try:
                 if self._connection is not None and self._connection.ended():
                     self._drop()  # between two requests: the node was restarted since then, and may be back
-                connection = self._connection or self._connect(end)
+                connection = self._connection or self._connect(end, stopped)
                 self._watchdog.limit(connection, end - time.monotonic())
-                yield connection
+                with self._state:
+                    _check_wanted(stopped)
+                    self._receiving = True
+                try:
+                    yield connection
+                finally:
+                    with self._state:
+                        self._receiving = False
                 connection.due = math.inf
             except BaseException as e:
                 due = end if self._connection is None else self._connection.due
@@ -242,7 +297,7 @@ class PeerLink:
                     raise TimeoutError(errno.ETIMEDOUT, "the node does not answer") from e
                 raise
 
-    def _connect(self, end: float) -> PeerConnection:
+    def _connect(self, end: float, stopped: Callable[[], bool]) -> PeerConnection:
         self._check_open()
         try:
             secret = self._trust.secret()
@@ -250,13 +305,15 @@ class PeerLink:
             self._number = 0
             self._watchdog.add(connection)
             self._watchdog.limit(connection, end - time.monotonic())
-            self._check_open()  # ``close`` may have seen no connection to interrupt
+            self._check_open()  # ``close`` and ``stop`` may have seen no connection to interrupt
+            _check_wanted(stopped)
             connection.begin()
         except ConfigError as e:  # files of secrets and certificates are read now
             raise OSError(errno.EACCES, str(e)) from e
         # Who is named was found in a directory, and so was the address: see protocol.py.
         welcome = ask_in(connection, secret, self._address if self._named else "", self._check_node)
         self._credit = welcome.credit
+        self._features = welcome.features
         return connection
 
     def _check_node(self, welcome: Welcome) -> None:
@@ -264,6 +321,14 @@ class PeerLink:
             raise OwnAddress(errno.ELOOP, "the address is this node's own")
         if self._named and welcome.node != self._named:
             raise OtherNode(errno.ESTALE, "another node is at its address now, or it was restarted")
+
+    def stop(self) -> bool:
+        """Make a read end soon whose ``stopped`` is true by now. Returns whether it receives nothing any more: it has
+        ended, or will look at ``stopped`` before it begins. Otherwise its memory is used until it has ended."""
+        with self._state:
+            if (connection := self._connection) is not None:
+                connection.interrupt()
+            return not self._receiving
 
     def _check_open(self) -> None:
         if self._closed:

@@ -164,6 +164,13 @@ class PeerPosition(ReadOnlyTier):
             raise
         done([False] * len(batch))
 
+    def cut(self, batch: Sequence[Read]) -> None:
+        """See ``tiers.base.Cuttable``."""
+        with self._changed:
+            asked = {*self._busy.values()}
+        for tier in asked:
+            tier.cut(batch)
+
     def find(self, options: Sequence[Wish], done: Callable[[Sequence[FoundBlock | None]], None]) -> None:
         """See ``tiers.base.Searched``."""
         request = object()
@@ -193,7 +200,7 @@ class PeerPosition(ReadOnlyTier):
             total = self._earlier
             for tier in (*self._ending, *([] if self._tier is None else [self._tier])):
                 total = _sum(total, tier.statistics())
-            return total
+            return total if self._tier is not None else replace(total, away=False)
 
     def close(self) -> None:
         with self._changed:

@@ -10,11 +10,12 @@ and the server answers them in order::
     Proof                        →
     Request, Identity, items     →
                                  ←   Reply, columns (LOCATE) or parts and records (READ)
+                                     or, for each block, part and record (READ_COMPRESSED)
 
 Blocks are named by digests, which nobody can make without the tenant's naming secret. A request is about blocks of one
 identity, and an answer says for each block no more than that it is there or is not. A record is the header and the
-sections that a tier on disk would store (``tiers/format/record.py``), uncompressed and not encrypted: the reader checks
-key, owner, layout and every checksum before it uses a byte.
+sections that a tier on disk would store (``tiers/format/record.py``), not encrypted, and uncompressed unless the asker
+wants otherwise: the reader checks key, owner, layout and every checksum before it uses a byte.
 
 A member of a cluster is asked at the address that the directory says, and whoever can write there could say another
 one, and pass on the greeting of the node. So the proofs cover that address then: both sides must mean the same.
@@ -27,6 +28,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +39,7 @@ from kvtide.tiers.base import Identity
 
 __all__ = [
     "ADDRESSED",
+    "COMPRESSION",
     "FEATURES",
     "HELLO",
     "IDENTITY",
@@ -69,9 +72,10 @@ __all__ = [
 MAGIC = b"KVTPEER\n"
 OLDEST = NEWEST = 1
 """The versions of the protocol that this side understands."""
-ADDRESSED = 1 << 1
-"""The feature that the proofs cover the address at which the asker looks for the server."""
-FEATURES = ADDRESSED
+COMPRESSION, ADDRESSED = 1, 1 << 1
+"""The features of nodes that know READ_COMPRESSED, and have what it needs; and of those whose proofs cover the address
+at which the asker looks for the server."""
+FEATURES = ADDRESSED | (COMPRESSION if find_spec("zstandard") is not None else 0)
 """A bit for each optional extension that this side understands; both use those that both have."""
 
 HELLO = struct.Struct("<8sHHI32s")
@@ -90,7 +94,8 @@ section, bytes of an element."""
 ITEM = struct.Struct(f"<{DIGEST}sII")
 """Of READ: digest, first section, number of sections (``ALL``: all)."""
 PART = struct.Struct("<B3xIQ")
-"""Of READ: presence, bytes of the header, bytes of the sections that follow."""
+"""Of READ: presence, bytes of the header, bytes of the sections that follow. Of READ_COMPRESSED: these are as stored,
+and less than as many as the block has if they are compressed."""
 ALL = 0xFFFFFFFF
 _KEYS, _BLOCKS, _BYTES, _MOST_BYTES = 1024, 64, 8 << 20, 32 << 20
 LARGEST_BODY = IDENTITY.size + _KEYS * max(DIGEST, ITEM.size)
@@ -104,6 +109,9 @@ SLOWEST = 16 << 20
 class Operation(IntEnum):
     LOCATE = 1
     READ = 2
+    READ_COMPRESSED = 3
+    """READ, for a slow link. The part of each block is before its record, because nobody knows yet how long those of
+    the others will be. The server decides for each block whether to compress it, if all of it is wanted."""
 
 
 class Presence(IntEnum):

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import math
 import os
 import socket
 import ssl
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 
@@ -128,6 +131,14 @@ class _Connection:
         except OSError:
             return True
         return True
+
+    def unsent(self) -> int:
+        count = bytearray(4)
+        try:
+            fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, count)
+        except (OSError, ValueError):  # it is closed
+            return 0
+        return int.from_bytes(count, sys.byteorder)
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):

@@ -45,7 +45,9 @@ from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import FLAG_SEALED, Rejected, checksums, plain, sound
+from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.peers.availability import Availability, OtherNode
+from kvtide.tiers.peers.compression import CompressionChoice, ReadEnd
 from kvtide.tiers.peers.endings import REMEMBERED, Endings
 from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
 from kvtide.tiers.peers.protocol import SLOWEST, LocatedBlocks, Presence
@@ -66,6 +68,8 @@ _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
 _CODEC = slice(144, 146)
 """Where a record's header names its codec; 0: stored unchanged."""
+_SCRATCH = 64 << 20
+"""Bytes of memory for decompressing blocks, or what one block needs. It is freed when nothing is read."""
 
 
 _HIT = int(Presence.HIT)
@@ -80,9 +84,13 @@ class _NotAsked(OSError):  # noqa: N818 - a finding
 class _Worker:
     """A connection, and what its thread needs to verify records."""
 
-    def __init__(self, link: PeerLink, packer: Packer) -> None:
+    def __init__(self, link: PeerLink, pool: Pool) -> None:
         self.link = link
-        self.packer = packer
+        self.packer = Packer("raw", OPEN, pool)
+        self.stopped: object = None
+        """The items whose read shall end: what has not arrived by then is not received any more."""
+        self.broken = False
+        """Whether something was wrong with an answer."""
 
 
 class PeerTier(ReadOnlyTier):
@@ -118,13 +126,15 @@ class PeerTier(ReadOnlyTier):
         """May be replaced by one that several tiers have in common, before anything else."""
         self.replaced = False
         """Whether another store was found at the address."""
+        self.compression = CompressionChoice(self._clock)
+        self._scratch = Pool(_SCRATCH)
         self._availability = Availability(address, self._clock)
         self._calls = SerialExecutor("kvtide-peer-start")
         self.call_soon = self._calls.put
         """Run a function on a thread that no other node can block."""
         self._watchdog = Watchdog(min(timeout, LOOKUP))
         self._workers = [
-            _Worker(PeerLink(address, trust, timeout, self._watchdog, own, named), Packer("raw", OPEN))
+            _Worker(PeerLink(address, trust, timeout, self._watchdog, own, named), self._scratch)
             for _ in range(connections + 1)
         ]
         self._jobs: list[Jobs[_Worker]] = []
@@ -162,6 +172,21 @@ class PeerTier(ReadOnlyTier):
         job = Batch("read", batch, self._read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
         self._reading.submit(job, most)
 
+    def cut(self, batch: Sequence[Read]) -> None:
+        """See ``tiers.base.Cuttable``. The node is then asked something that it must answer at once: if it does not
+        answer that either, it is away."""
+        doubted = False
+
+        def stop(worker: _Worker, items: Sequence[Read]) -> bool:
+            nonlocal doubted
+            doubted |= worker.stopped is not items
+            worker.stopped = items
+            return worker.link.stop()
+
+        self._reading.cut(batch, stop)
+        if doubted:
+            self.find([(batch[0].key, batch[0].identity)], lambda _: None)
+
     def statistics(self) -> TierStatistics:
         # No errors in a row: a node that is away is no failed tier of this one.
         counters = self._counters
@@ -174,6 +199,7 @@ class PeerTier(ReadOnlyTier):
                 bytes_read=counters.read,
                 failed_reads=counters.failures["read"],
                 reasons=tuple(sorted(counters.reasons.items())),
+                away=self.away and not self._availability.own,
             )
 
     def close(self) -> None:
@@ -307,20 +333,34 @@ class PeerTier(ReadOnlyTier):
             wanted.setdefault(item.identity, []).append(i)
         for who, numbers in wanted.items():
             left = set(numbers)
+            compressed = self.compression.begin()
+            worker.broken = False
             try:
                 if self.away:
                     raise _NotAsked(errno.EHOSTDOWN, "the node is away")
                 self._check(who)
-                for i, size in self._read_some(run, numbers, worker):
+                for i, size in self._read_some(run, numbers, worker, compressed):
                     sizes[i] = size
                     left.remove(i)
             except Exception as e:  # noqa: BLE001 - see TierCounters
-                self._failed("read", e, len(left))
+                if worker.stopped is not run:
+                    self._failed("read", e, len(left))
+                    worker.broken = True
                 for i in left:
                     sizes[i] = size_for(e)
+            finally:
+                whole = ReadEnd.WHOLE if all(sizes[i] > 0 for i in numbers) else ReadEnd.PART
+                how = ReadEnd.BROKEN if worker.broken else whole
+                nbytes = sum(len(run[i].span) for i in numbers)
+                self.compression.ended(nbytes, how, able=worker.link.compresses)
+                if compressed:
+                    self._scratch.empty()
+        worker.stopped = None  # else the spans of a read that was cut would stay alive
         return sizes
 
-    def _read_some(self, run: Sequence[Read], numbers: Sequence[int], worker: _Worker) -> Iterator[tuple[int, int]]:
+    def _read_some(
+        self, run: Sequence[Read], numbers: Sequence[int], worker: _Worker, compressed: bool
+    ) -> Iterator[tuple[int, int]]:
         """Read those blocks of ``run``, all of one identity. Says of each, when that is known, what ``_read`` returns.
         Raises OSError."""
         first = usual_header(run[numbers[0]])
@@ -341,11 +381,13 @@ class PeerTier(ReadOnlyTier):
         known: list[bytes] = []
         """The checksums of sections of the block that is arriving."""
         requests = _within(worker.link, [block for _, block in wanted])
-        with closing(worker.link.read(run[numbers[0]].identity, requests)) as arrivals:
-            for number, presence, nbytes in arrivals:
+        names = run[numbers[0]].identity
+        reading = worker.link.read(names, requests, lambda: worker.stopped is run, compressed=compressed)
+        with closing(reading) as arrivals:
+            for number, presence, nbytes, complete in arrivals:
                 self._availability.answered()
                 i, block = wanted[number]
-                if nbytes < len(block.payload) and presence is Presence.HIT:
+                if not complete:
                     if run[i].sections is None:
                         _verify_more(run[i], block, nbytes, known)
                     continue
@@ -354,11 +396,15 @@ class PeerTier(ReadOnlyTier):
                         raise OSError(errno.EBUSY, "the node is busy")
                     if presence is Presence.MISS:
                         raise Rejected(Reason.GONE)
-                    size = self._verified(run[i], block, worker.packer, known)
+                    if nbytes < len(block.payload):
+                        size = _decompressed(run[i], block, worker.packer, nbytes)
+                    else:
+                        size = self._verified(run[i], block, worker.packer, known)
                 except Exception as e:  # noqa: BLE001 - see TierCounters
                     self._counters.failed("read", e)
                     if isinstance(e, Rejected):
                         self._miss([run[i].key])
+                        worker.broken |= e.reason is not Reason.GONE
                     size = size_for(e)
                 known.clear()
                 yield i, size
@@ -408,6 +454,28 @@ def _within(link: PeerLink, blocks: Sequence[WantedBlock]) -> Iterator[list[Want
         nbytes += size
     if some:
         yield some
+
+
+def _decompressed(item: Read, block: WantedBlock, packer: Packer, nbytes: int) -> int:
+    """Check a record whose sections are compressed, ``nbytes`` together, and lie where the block is to be; put the
+    block there. Returns ``nbytes``. Raises Rejected."""
+    start, payload = block.header, block.payload
+    if start[12] & FLAG_SEALED or bytes(start[_CODEC]) == b"\0\0":
+        raise Rejected(Reason.CORRUPT_HEADER)
+    room = len(start) + nbytes
+
+    def fetch(into: Sequence[Span], offset: int) -> int:
+        # What was received, into memory of the packer: from there it is decompressed to where it is now.
+        if offset < len(start) or offset + len(into[0]) > room:
+            return 0
+        first = offset - len(start)
+        np.copyto(np.frombuffer(into[0], np.uint8), np.frombuffer(payload[first : first + len(into[0])], np.uint8))
+        return len(into[0])
+
+    try:
+        return packer.unpack(item, _SEQUENCE, start, room, room, fetch)
+    finally:
+        packer.workspace.end()
 
 
 def _verify_more(item: Read, block: WantedBlock, nbytes: int, known: list[bytes]) -> None:

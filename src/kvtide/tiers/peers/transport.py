@@ -47,6 +47,9 @@ class PeerConnection(Protocol):
         """Whether the other end has closed it, or has said something that nobody has received, as far as this end knows
         now. Does not wait."""
 
+    def unsent(self) -> int:
+        """Bytes that ``send`` was given and the other end has not acknowledged; 0 also if nobody knows."""
+
     def interrupt(self) -> None:
         """Make current and later calls of ``send`` and ``receive`` fail soon. Any thread may call it, at any time."""
 

@@ -90,7 +90,7 @@ class Batch(Generic[T, R, W]):
 class Job(Generic[T, R, W]):
     """Some items of a batch, processed together."""
 
-    __slots__ = ("batch", "due", "items", "late", "number", "started")
+    __slots__ = ("batch", "due", "items", "late", "number", "started", "worker")
 
     def __init__(self, batch: Batch[T, R, W], number: int, items: Sequence[T], due: float) -> None:
         self.batch = batch
@@ -98,6 +98,8 @@ class Job(Generic[T, R, W]):
         self.items = items
         self.due = due
         self.started = self.late = False
+        self.worker: W | None = None
+        """Who runs it."""
 
     def fail(self) -> bool:
         return self.batch.end(self.number, [self.batch.failed] * len(self.items))
@@ -158,6 +160,20 @@ class Jobs(Generic[W]):
             else:
                 self._queue.put(job)
 
+    def cut(self, items: Sequence[Any], stop: Callable[[W, Sequence[Any]], bool]) -> None:
+        """End the batch with these very ``items`` before its time. Jobs that have not begun fail. For others ``stop``
+        is called, with the worker and the job's items: it makes the job end soon, or returns True if the job does not
+        use the items' memory any more, which makes it fail at once. It is called with a lock, perhaps repeatedly."""
+        with self._changed:
+            mine = [job for job in self._open if job.batch.items is items]
+            free = [job for job in mine if job.worker is None or stop(job.worker, job.items)]
+            self._open.difference_update(free)
+            self._late -= sum(job.late for job in free)
+            for job in free:
+                job.late = False
+        for job in free:
+            job.fail()
+
     def rest(self) -> None:
         """Storage reported a timeout: do not use it for as long again."""
         self._rest = self._clock.monotonic() + self._timeout
@@ -171,6 +187,7 @@ class Jobs(Generic[W]):
             with self._changed:
                 if job not in self._open:
                     continue  # it failed before it started
+                job.worker = worker
                 job.started, job.due = True, self._clock.monotonic() + self._timeout + job.batch.longer
             results = job.batch.run(job.items, worker)
             with self._changed:

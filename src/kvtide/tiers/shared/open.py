@@ -18,7 +18,9 @@ __all__ = ["open_objects", "storages"]
 
 def storages(config: Config, disk: Disk | None) -> Iterator[tuple[str, Storage, Callable[[], Blobs]]]:
     """The configured storages, fastest first: name, settings, and a function that opens it."""
-    valkey, files, objects = config.valkey, config.files, config.objects
+    valkey, files, objects, mooncake = config.valkey, config.files, config.objects, config.mooncake
+    if mooncake.url:
+        yield "mooncake", mooncake, lambda: _open_mooncake(mooncake)
     if valkey.url:
         yield "valkey", valkey, lambda: _open_valkey(valkey)
     if files.path:
@@ -38,6 +40,17 @@ def _open_valkey(settings: configuration.Valkey) -> Blobs:
         identity=settings.identity,
         ttl=settings.ttl,
     )
+
+
+def _open_mooncake(settings: configuration.Mooncake) -> Blobs:
+    from kvtide.tiers.shared.mooncake import Mooncake  # its client is loaded only where it is used
+
+    if settings.budget:
+        raise ConfigError(
+            "mooncake.budget is set, but Mooncake itself evicts what does not fit into its segments: leave it 0, and "
+            "limit the segments"
+        )
+    return Mooncake(settings.url, folder=ROOT, transfers=settings.threads)
 
 
 def open_objects(settings: configuration.Objects) -> Blobs:

@@ -10,6 +10,8 @@ A connection that raised cannot be used any more, since its position in the stre
 from __future__ import annotations
 
 import errno
+import functools
+import re
 import socket
 import ssl
 import time
@@ -21,8 +23,8 @@ from kvtide.block import Span
 __all__ = ["Reply", "ValkeyConnection", "ValkeyRefused", "command"]
 
 _BUFFER = 32 << 10
-_PARTS = 64
-"""How many buffers are passed to the kernel at a time."""
+_FIRST, _PARTS = 6, 64
+"""How many buffers are passed to the kernel at a time: few at first, so that the server works on them already."""
 _DIGITS = 20
 """The most characters of a number: it has 64 bits."""
 _LONGEST, _MOST, _DEEPEST = 64 << 20, 1 << 20, 8
@@ -71,14 +73,15 @@ class ValkeyConnection:
 
     def send(self, parts: Sequence[Part], end: float) -> None:
         """Send commands, one after another."""
-        left = [part for part in parts if part]
+        left, most = [part for part in parts if part], _FIRST
         while left:
             self._sock.settimeout(_left(end))
-            count = self._sock.sendmsg(left[:_PARTS]) if self._gathers else self._sock.send(left[0])
+            count = self._sock.sendmsg(left[:most]) if self._gathers else self._sock.send(left[0])
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
                 left[0] = memoryview(left[0])[count:]
+            most = _PARTS
 
     def reply(self, end: float, depth: int = 0) -> Reply:
         line = self._line(end)
@@ -101,13 +104,17 @@ class ValkeyConnection:
             return [self.reply(end, depth + 1) for _ in range(number)]
         raise _nonsense()
 
-    def values(self, count: int, end: float) -> list[bytes] | ValkeyRefused:
+    def values(self, count: int, end: float, unit: int = 0) -> list[bytes] | ValkeyRefused:
         """The next ``count`` replies, small values; empty ones for those that do not exist. If one is an error, that is
-        returned instead. A third of the time that ``reply`` takes for each."""
+        returned instead. A third of the time that ``reply`` takes for each; and a fifth of that, if most of the values
+        are up to 12 times ``unit`` bytes long."""
         found: list[bytes] = []
         refused: ValkeyRefused | None = None
         while True:
             data, at = bytes(self._view[self._start : self._stop]), 0
+            if unit:
+                some, at = _multiples(data, count - len(found), unit)
+                found += some
             while len(found) < count and (stop := data.find(b"\r\n", at)) >= 0:
                 if data[at] == 36 and data[at + 1] != 45:  # $, and no minus sign
                     first = stop + 2
@@ -193,6 +200,24 @@ def _left(end: float) -> float:
     if left <= 0:
         raise TimeoutError(errno.ETIMEDOUT, "the server did not answer in time")
     return left
+
+
+@functools.cache
+def _pattern(unit: int) -> re.Pattern[bytes]:
+    lengths = range(unit, 13 * unit, unit)
+    some = b"|".join(b"%d\r\n.{%d}" % (n, n) for n in lengths)
+    return re.compile(b"\\$(%b|-1)\r\n" % some, re.DOTALL)
+
+
+def _multiples(data: bytes, count: int, unit: int) -> tuple[list[bytes], int]:
+    """The values at the beginning of ``data``, at most ``count``, and where they end; none unless each is of a length
+    that ``unit`` tells."""
+    found = _pattern(unit).findall(data)[:count]
+    whole = b"$%b\r\n" % b"\r\n$".join(found)
+    if not found or not data.startswith(whole):
+        return [], 0  # something between two of them, or before the first, is no such value
+    # Behind the length, of one digit or two; "-1" has nothing there.
+    return [one[3:] if one[1] == 13 else one[4:] for one in found], len(whole)
 
 
 def _number(text: bytes) -> int:

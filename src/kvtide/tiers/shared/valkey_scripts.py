@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.tiers.shared.resp import ValkeyRefused, command
 from kvtide.tiers.shared.valkey_client import ValkeyClient, ValkeyCommand, checked, moves
@@ -49,24 +50,27 @@ class HashLookup:
     unit: int
 
     def command(self, key: bytes, items: bytes) -> ValkeyCommand:
-        size = self.suffix + self.field
-        rows = np.frombuffer(items, np.uint8).reshape(-1, size)
+        rows = np.frombuffer(items, np.uint8).reshape(-1, self.suffix + self.field)
+        form, suffix, field = self._form(key)
+        words = np.empty((len(rows), len(form)), np.uint8)
+        words[:] = form
+        words[:, suffix : suffix + self.suffix] = rows[:, : self.suffix]
+        words[:, field : field + self.field] = rows[:, self.suffix :]
+        return ValkeyCommand(key, [words.tobytes()], values=len(rows), unit=self.unit)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - there are few lookups, and each is for ever
+    def _form(self, key: bytes) -> tuple[npt.NDArray[np.uint8], int, int]:
+        """A command with zeros in place of suffix and field, and where these begin."""
         before = b"*3\r\n$4\r\nHGET\r\n$%d\r\n%b" % (len(key) + self.suffix, key)
-        between, after = b"\r\n$%d\r\n" % self.field, b"\r\n"
-        fields = len(before) + self.suffix + len(between)
-        words = np.empty((len(rows), fields + self.field + len(after)), np.uint8)
-        words[:, : len(before)] = np.frombuffer(before, np.uint8)
-        words[:, len(before) : len(before) + self.suffix] = rows[:, : self.suffix]
-        words[:, fields - len(between) : fields] = np.frombuffer(between, np.uint8)
-        words[:, fields : fields + self.field] = rows[:, self.suffix :]
-        words[:, fields + self.field :] = np.frombuffer(after, np.uint8)
-        return ValkeyCommand(key, [words.tobytes()], values=len(rows))
+        between = b"\r\n$%d\r\n" % self.field
+        form = before + bytes(self.suffix) + between + bytes(self.field) + b"\r\n"
+        return np.frombuffer(form, np.uint8), len(before), len(before) + self.suffix + len(between)
 
     def packed(self, values: Any) -> Any:
         """The reply from the values."""
         if isinstance(values, ValkeyRefused):
             return values
-        lengths = [len(value) // self.unit for value in values]
+        lengths = [size // self.unit for size in map(len, values)]
         if max(lengths) > 255 or sum(lengths) * self.unit != sum(map(len, values)):
             # Somebody else wrote one: it counts as none, and must not spoil the others.
             return self.packed([v if not len(v) % self.unit and len(v) <= 255 * self.unit else b"" for v in values])
