@@ -92,10 +92,12 @@ def test_addresses_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
 
 def test_the_table_of_a_cluster_shows_any_address(capsys: pytest.CaptureFixture[str]) -> None:
     addresses = ["[fd00::8]:9411", "[/fd00::9]:9411"]
-    member = {"number": 1, "epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False}
-    members = [{**member, "address": one, "bytes_per_second": 0.0, "round_trip": 0.0} for one in addresses]
+    member = {"epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False}
+    member |= {"bytes_per_second": 0.0, "round_trip": 0.0}
+    members = [{**member, "number": n, "address": one} for n, one in enumerate(addresses, 1)]
     directory = {"entries": 0, "bytes": 0}
-    cluster._show({"members": members, "directory": directory, "node": None, "lookups": None}, clear=False)
+    found: dict[str, object] = {"members": members, "matrix": [], "directory": directory, "node": None, "lookups": None}
+    cluster._show(found, clear=False)
     text = capsys.readouterr().out
     assert all(one in text for one in addresses)
 
