@@ -43,6 +43,8 @@ from kvtide.tiers.peers.trust import PeerTrust
 _LAYOUT = kvtide.Layout.attention(layers=30, heads=3, head_dim=64)
 _WEIGHTS = "bench"
 _INSIDE = "KVTIDE_BENCH_INSIDE"
+_SETTLED = 7
+"""Reads after which a reader has chosen: it times three of either kind."""
 _SYNTHETIC = 24
 """Blocks."""
 
@@ -167,7 +169,7 @@ def _measure(speed: int, total: int, server: Worker, reader: Worker, seconds: fl
     costs: dict[str, list[float]] = {how: [] for how in rates}
     reader.ask("new")
     said = ""
-    for how in rates:
+    for how in ("plain", "compressed", *["auto"] * _SETTLED):
         reader.ask(how)
     began = time.monotonic()
     while time.monotonic() - began < 3 * seconds or len(rates["auto"]) < 3:
