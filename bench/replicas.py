@@ -40,6 +40,7 @@ TRACES = {
     "conversation": ("mooncake_conversation.jsonl.gz", 512),
     "agents": ("lmcache_agent_hashed.jsonl.gz", 64),
 }
+SHARED = "shared prompts"
 TOKEN_BYTES = 128 << 10
 SEND = 3e9
 PREFILL = 8000.0
@@ -229,22 +230,26 @@ def shared_prompts(count: int = 8000) -> list[Request]:
     return [Request(0.3 * i, [*one, *range(10**7 + 10 * i, 10**7 + 10 * i + 6)]) for i, one in enumerate(chosen)]
 
 
-def traces(folder: Path) -> Iterator[tuple[str, list[Request], int]]:
+def traces(folder: Path, named: Sequence[str]) -> Iterator[tuple[str, list[Request], int]]:
     for name, (file, tokens) in TRACES.items():
+        if name not in named:
+            continue
         trace = chains(read(folder / file))
         requests = zip(trace.seconds.tolist(), trace.blocks, strict=True)
         yield name, [Request(when, blocks.tolist()) for when, blocks in requests if len(blocks)], tokens
-    yield "shared prompts", shared_prompts(), 512
+    if SHARED in named:
+        yield SHARED, shared_prompts(), 512
 
 
-def measure(folder: Path, counts: Sequence[int], say: Callable[[str], object]) -> Iterator[dict[str, object]]:
+def measure(
+    folder: Path, named: Sequence[str], counts: Sequence[int], say: Callable[[str], object]
+) -> Iterator[dict[str, object]]:
     say(f"{'trace':16}{'nodes':>6}{'spreading':>16}{'memory':>8}  {'rule':15}{'hits':>7}{'here':>7}{'seconds':>9}\n")
-    for name, requests, tokens in traces(folder):
+    for name, requests, tokens in traces(folder, named):
         distinct = len({block for request in requests for block in request.blocks})
         longest = max(len(request.blocks) for request in requests)
         for nodes in counts:
-            for part in (0.05, 0.2):
-                room = max(longest, int(part * distinct / nodes))
+            for room in sorted({max(longest, int(part * distinct / nodes)) for part in (0.05, 0.2)}):
                 for spreading in SPREADINGS:
                     for rule in RULES:
                         got = replay(requests, nodes, room, rule, spreading, tokens)
@@ -266,10 +271,11 @@ def measure(folder: Path, counts: Sequence[int], say: Callable[[str], object]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--trace", nargs="+", choices=[*TRACES, SHARED], default=[*TRACES, SHARED])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--nodes", type=int, nargs="+", default=[4])
     given = parser.parse_args()
-    found = list(measure(given.traces, given.nodes, sys.stdout.write))
+    found = list(measure(given.traces, given.trace, given.nodes, sys.stdout.write))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 
