@@ -86,7 +86,9 @@ class _Tier:
         for span, source in zip(self._spans, sources, strict=True):
             fill(span, layout.geometry["full"], source)
         self._room = [aligned(footprint) for _ in range(count)]
-        self._tier = Shared(Mooncake(url, transfers=_THREADS), threads=_THREADS, timeout=_PATIENCE)
+        # Nobody drops anything: a store would read the drop log each second.
+        blobs = Mooncake(url, transfers=_THREADS)
+        self._tier = Shared(blobs, threads=_THREADS, timeout=_PATIENCE, patience=3600.0)
 
     def __call__(self) -> Mapping[str, Sample]:
         places: list[int] = []
@@ -103,10 +105,10 @@ class _Tier:
                 Read(key, self._identity, place, span)
                 for key, place, span in zip(self._keys, places, self._room, strict=True)
             ]
-            assert all(_awaited(lambda done: self._tier.read(items, done))), "a block did not come"
+            assert all(_awaited(lambda done: self._tier.read(items, done))), self._tier.statistics().reasons
 
         store = timed(put, nbytes=self._total)
-        assert all(place >= 0 for place in places), "a block was not stored"
+        assert all(place >= 0 for place in places), self._tier.statistics().reasons
         load = timed(get, nbytes=self._total)
         assert self._room[-1] == self._spans[(len(self._keys) - 1) % len(self._spans)], "a wrong byte"
         assert all(_awaited(lambda done: self._tier.drop(list(zip(self._keys, places, strict=True)), done)))
