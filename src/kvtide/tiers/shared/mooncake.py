@@ -52,6 +52,7 @@ _TRIES = 3
 """How often it is asked where an object is that was written just now."""
 _TOGETHER = 64
 """Objects in one call, or whose sizes are asked for in one HTTP request."""
+_LARGE = 8 << 20
 _ROW = 1 << 20
 """A call takes no more objects once it has this many bytes."""
 
@@ -68,17 +69,19 @@ class _Part(NamedTuple):
 
 class Mooncake:
     """The objects of the Mooncake Store at ``url`` whose keys begin with ``folder``; see ``parse_address``. At most
-    ``transfers`` of them move at a time.
+    ``transfers`` of them move at a time, and one large one.
 
     Raises ConfigError if Mooncake's client cannot be loaded. The master is reached when it can be. Thread-safe.
     """
 
-    def __init__(self, url: str, *, folder: str = "kvtide", transfers: int = 1) -> None:
+    def __init__(self, url: str, *, folder: str = "kvtide", transfers: int = 2) -> None:
         self._prefix = f"{folder}:"
         self._client = MooncakeClient(parse_address(url))
         self._transfers = threading.Semaphore(transfers)
         """Held while bytes move: the library polls meanwhile, and calls that wait beside each other on all cores are
         slower together than one after the other."""
+        self._large = threading.Lock()
+        """Held instead while a large object moves: two of these are slower together."""
         self._known: dict[str, int] = {}
         """Sizes of objects that were there. A read into memory of another size than the object's fails."""
         self._sessions = threading.Lock()
@@ -189,7 +192,7 @@ class Mooncake:
                 found: Sequence[int] = store.batch_get_into_multi_buffers(keys, places, sizes)
                 return found
 
-            with self._turn(self._transfers, end - time.monotonic()):
+            with self._turn(self._among(sizes), end - time.monotonic()):
                 codes += self._call(end - time.monotonic(), get)
         return codes
 
@@ -251,7 +254,7 @@ class Mooncake:
                     found: Sequence[int] = store.batch_put_from_multi_buffers(keys, places, sizes)
                     return found
 
-                with self._turn(self._transfers, end - time.monotonic()):
+                with self._turn(self._among(sizes), end - time.monotonic()):
                     codes = self._call(end - time.monotonic(), put)
                 for code in codes:
                     if code != EXISTS:
@@ -320,6 +323,10 @@ class Mooncake:
             codes = list(do(opened.store))
         self._client.judge(opened, codes, time.monotonic() - began)
         return codes
+
+    def _among(self, sizes: Sequence[Sequence[int]]) -> threading.Lock | threading.Semaphore:
+        """What is held while bytes of these sizes move."""
+        return self._large if sum(map(sum, sizes)) >= _LARGE else self._transfers
 
     @contextlib.contextmanager
     def _turn(self, among: threading.Lock | threading.Semaphore, timeout: float) -> Iterator[None]:
