@@ -1,4 +1,5 @@
-"""Blocks through DRAM to a Mooncake pool and back, verified, beside Mooncake's own client, in the same rounds.
+"""Blocks from DRAM to a Mooncake pool and back, verified, beside Mooncake's own client, in the same rounds: by the tier
+alone, which the target is for, and by the whole store, which first copies each block into DRAM.
 
 Mooncake listens on all interfaces, whatever it is told. So this module runs itself in a network namespace that has
 nothing but loopback, with a master and a process that holds the pool's memory, and prints its records.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,18 @@ import numpy.typing as npt
 from bench.peers import environments
 from kvtide import config as configuration
 from kvtide.benchmarks.disk import Below
-from kvtide.benchmarks.record import BenchRecord, compare, figure
-from kvtide.benchmarks.settings import MIB, NoPeers, Settings, size_name
+from kvtide.benchmarks.record import BenchRecord, Sample, compare, figure, timed
+from kvtide.benchmarks.settings import MIB, NoPeers, Settings, block_sources, layout_of, size_name
 from kvtide.benchmarks.storage import PlainClient
+from kvtide.testing.blocks import aligned, fill, identity, keys
 from kvtide.testing.servers import free_ports
+from kvtide.tiers.base import Read, Write
+from kvtide.tiers.shared.mooncake import Mooncake
+from kvtide.tiers.shared.tier import Shared
 
 __all__ = ["mooncake_tier"]
 
-_POOL, _ROUND = 1280 * MIB, 256 * MIB
+_POOL, _ROUND = 1536 * MIB, 256 * MIB
 _THREADS = configuration.Mooncake().threads
 _MODES = {"one at a time": (1, 1), "2 threads": (2, 1), "8 in a call": (1, 8)}
 """Threads, and objects in a call."""
@@ -64,6 +70,58 @@ def mooncake_tier(settings: Settings) -> Iterator[BenchRecord]:
             yield msgspec.json.decode(line, type=BenchRecord)
     if process.returncode:
         raise RuntimeError(f"the measurement beside Mooncake's own client failed with {process.returncode}")
+
+
+class _Tier:
+    """The tier alone, as the store uses it: records with a checksum of every section, verified when they are read."""
+
+    def __init__(self, nbytes: int, count: int, url: str) -> None:
+        layout = layout_of(nbytes)
+        self._identity = identity(layout)
+        self._keys = keys(count)
+        footprint = layout.geometry["full"].footprint
+        self._total = nbytes * count
+        sources = block_sources(nbytes)
+        self._spans = [aligned(footprint) for _ in sources]
+        for span, source in zip(self._spans, sources, strict=True):
+            fill(span, layout.geometry["full"], source)
+        self._room = [aligned(footprint) for _ in range(count)]
+        # Nobody drops anything: a store would read the drop log each second.
+        blobs = Mooncake(url, transfers=_THREADS)
+        self._tier = Shared(blobs, threads=_THREADS, timeout=_PATIENCE, patience=3600.0)
+
+    def __call__(self) -> Mapping[str, Sample]:
+        places: list[int] = []
+
+        def put() -> None:
+            items = [
+                Write(key, self._identity, self._spans[i % len(self._spans)], b"", i + 1, i + 1)
+                for i, key in enumerate(self._keys)
+            ]
+            places.extend(_awaited(lambda done: self._tier.write(items, done)))
+
+        def get() -> None:
+            items = [
+                Read(key, self._identity, place, span)
+                for key, place, span in zip(self._keys, places, self._room, strict=True)
+            ]
+            assert all(_awaited(lambda done: self._tier.read(items, done))), self._tier.statistics().reasons
+
+        store = timed(put, nbytes=self._total)
+        assert all(place >= 0 for place in places), self._tier.statistics().reasons
+        load = timed(get, nbytes=self._total)
+        assert self._room[-1] == self._spans[(len(self._keys) - 1) % len(self._spans)], "a wrong byte"
+        assert all(_awaited(lambda done: self._tier.drop(list(zip(self._keys, places, strict=True)), done)))
+        return {"store": store, "load": load}
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def _awaited(call: Callable[[Callable[[Any], None]], None]) -> list[Any]:
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    call(answers.put)
+    return list(answers.get(timeout=_PATIENCE))
 
 
 class _OwnClient:
@@ -106,7 +164,8 @@ def _measure(library: Any, master: str, url: str, nbytes: int, rounds: int, comm
     with ExitStack() as stack:
         given = {"url": url, "timeout": _PATIENCE, "threads": _THREADS}
         contestants: dict[str, Any] = {
-            "kvtide": stack.enter_context(contextlib.closing(Below(nbytes, count, "mooncake", given)))
+            "kvtide": stack.enter_context(contextlib.closing(_Tier(nbytes, count, url))),
+            "store": stack.enter_context(contextlib.closing(Below(nbytes, count, "mooncake", given))),
         }
         for mode, (threads, row) in _MODES.items():
             client = _OwnClient(library, master)
@@ -115,7 +174,7 @@ def _measure(library: Any, master: str, url: str, nbytes: int, rounds: int, comm
         found = compare(contestants, rounds, lambda text: print(f"{size_name(nbytes)}: {text}", file=sys.stderr))
     for task, what in (("store", "put"), ("load", "get")):
         speeds = {name: [sample.speed for sample in tasks[task]] for name, tasks in found.items()}
-        ours = speeds.pop("kvtide")
+        ours, whole = speeds.pop("kvtide"), speeds.pop("store")
         best = max(speeds, key=lambda mode: statistics.median(speeds[mode]))
         cpu = {name: statistics.median(s.cpu_per_gb for s in tasks[task]) for name, tasks in found.items()}
         yield figure(
@@ -129,7 +188,18 @@ def _measure(library: Any, master: str, url: str, nbytes: int, rounds: int, comm
             bar=0.85,
             command=command,
             note=f"CPU seconds per GB in the client's process: {cpu['kvtide']:.2f}, and Mooncake's {cpu[best]:.2f}; "
-            "ours with the copy into DRAM and every checksum",
+            "ours with every checksum",
+        )
+        yield figure(
+            f"mooncake-store-{what}-{size_name(nbytes)}",
+            "GB/s",
+            whole,
+            better="higher",
+            against=f"Mooncake's own client, {best}",
+            reference=speeds[best],
+            command=command,
+            note=f"CPU seconds per GB in the client's process: {cpu['store']:.2f}; with the copy into DRAM, index and "
+            "planner",
         )
 
 

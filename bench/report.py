@@ -55,8 +55,9 @@ PARTS = {
     "that sends its commands in batches. Its copies hold the GIL; ours are made by the kernel, into place. At 256 KiB "
     "the plain client has two speeds from run to run, 1.0 and 1.7 GB/s: ours stores at 0.64 of the faster and loads at "
     "0.79 of it.",
-    "mooncake": "Blocks through DRAM to a Mooncake pool over TCP and back, every section verified, beside Mooncake's "
-    "own client, which verifies nothing, in the same rounds, in a network namespace that has only loopback.",
+    "mooncake": "Blocks from DRAM to a Mooncake pool over TCP and back by its tier, every section verified, and by the "
+    "whole store, beside Mooncake's own client, which verifies nothing, in the same rounds, in a network namespace "
+    "that has only loopback.",
     "index": "What a key costs as the number of resident blocks grows. Stored blocks each evict one.",
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
     "node": "The store in a process of its own, through its socket; its memory is mapped by both. A step is a message "

@@ -229,12 +229,12 @@ class Mooncake(Storage, frozen=True):
     threads: Annotated[
         int,
         _plain(
-            "Transfers of Mooncake's library in parallel, each of which keeps a core busy while it waits; twice as "
-            "many blocks are verified.",
+            "Transfers of Mooncake's library in parallel, each of which keeps a core busy while it waits; of large "
+            "blocks one at a time; twice as many blocks are verified.",
             ge=1,
             le=256,
         ),
-    ] = 1
+    ] = 2
     url: Annotated[
         str,
         _plain(

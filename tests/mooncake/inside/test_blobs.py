@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.testing.blobs import BlobsContract
+from kvtide.testing.blobs import TIME, BlobsContract, names, value
+from kvtide.testing.blocks import aligned
 from kvtide.tiers.shared.blobs import Blobs
 from kvtide.tiers.shared.mooncake import Mooncake
 from tests.mooncake.servers import MooncakeMaster
@@ -31,3 +32,22 @@ class TestMooncake(BlobsContract):
 
     def make(self, where: Path) -> Blobs:
         return Mooncake(self.url)
+
+
+def test_a_blob_that_another_client_replaced_by_one_of_another_size(opened: Mooncake, master: MooncakeMaster) -> None:
+    """This client remembers the size of what it has read."""
+    other = Mooncake(master.url)
+    try:
+        for sizes in ((200_000, 100_000), (100_000, 200_000)):
+            (name,) = names(1)
+            for size in sizes:
+                other.write([(name, [value(name, size)])], TIME)
+                for _ in range(2):
+                    room = aligned(300_000)
+                    assert opened.read([(name, [room[:4096], room[4096:]])], TIME) == [size]
+                    assert room[:size] == value(name, size)
+                    assert opened.read_part(name, aligned(300_000), 4096, TIME) == size - 4096
+                other.delete([name], TIME)
+            assert opened.read([(name, [aligned(300_000)])], TIME) == [-1]
+    finally:
+        other.close()

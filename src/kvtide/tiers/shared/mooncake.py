@@ -46,10 +46,13 @@ _NO_RANGES = -702
 """A session's answer for an object that is on a disk alone."""
 _UNKNOWN_SESSION = -600
 _BUSY = frozenset({-706, -714})
+_OTHER_SIZE = frozenset({-600, -800})
+_REMEMBERED = 1 << 16
 _TRIES = 3
 """How often it is asked where an object is that was written just now."""
 _TOGETHER = 64
 """Objects in one call, or whose sizes are asked for in one HTTP request."""
+_LARGE = 8 << 20
 _ROW = 1 << 20
 """A call takes no more objects once it has this many bytes."""
 
@@ -66,17 +69,21 @@ class _Part(NamedTuple):
 
 class Mooncake:
     """The objects of the Mooncake Store at ``url`` whose keys begin with ``folder``; see ``parse_address``. At most
-    ``transfers`` of them move at a time.
+    ``transfers`` of them move at a time, and one large one.
 
     Raises ConfigError if Mooncake's client cannot be loaded. The master is reached when it can be. Thread-safe.
     """
 
-    def __init__(self, url: str, *, folder: str = "kvtide", transfers: int = 1) -> None:
+    def __init__(self, url: str, *, folder: str = "kvtide", transfers: int = 2) -> None:
         self._prefix = f"{folder}:"
         self._client = MooncakeClient(parse_address(url))
         self._transfers = threading.Semaphore(transfers)
         """Held while bytes move: the library polls meanwhile, and calls that wait beside each other on all cores are
         slower together than one after the other."""
+        self._large = threading.Lock()
+        """Held instead while a large object moves: two of these are slower together."""
+        self._known: dict[str, int] = {}
+        """Sizes of objects that were there. A read into memory of another size than the object's fails."""
         self._sessions = threading.Lock()
         """Held while a session is open: the library knows sessions by the key of the object."""
 
@@ -94,7 +101,8 @@ class Mooncake:
     def _read(self, batch: Sequence[tuple[str, Sequence[Span], int]], timeout: float) -> list[int]:
         end = time.monotonic() + timeout
         keys = [self._prefix + name for name, _, _ in batch]
-        sizes = self._sizes(list(dict.fromkeys(keys)), timeout)
+        sizes = self._likely_sizes(keys, [(0 if offset else sum(map(len, spans))) for _, spans, offset in batch])
+        sizes |= self._sizes([key for key in dict.fromkeys(keys) if key not in sizes], timeout)
         counts = [0] * len(batch)
         whole: list[_Part] = []
         some: list[_Part] = []
@@ -112,19 +120,34 @@ class Mooncake:
             for parts in _apart(several):
                 codes = call(parts, end - time.monotonic())
                 for part, code in zip(parts, codes, strict=True):
+                    if code in _OTHER_SIZE and self._known.pop(part.key, None) is not None:
+                        # It was removed and stored again: ask for its size. Nothing was read.
+                        name, spans, offset = batch[part.number]
+                        counts[part.number] = self._read([(name, spans, offset)], end - time.monotonic())[0]
+                        continue
                     if code == LEASE_ENDED:  # this process was stopped for a while
                         (code,) = call([part], end - time.monotonic())
                     if code in ABSENT:
+                        self._known.pop(part.key, None)
                         counts[part.number] = -1  # evicted meanwhile
                     else:
                         self._client.check(code)
         return counts
+
+    def _likely_sizes(self, keys: Sequence[str], rooms: Sequence[int]) -> dict[str, int]:
+        """The sizes that objects had which are to be read whole: a size costs a question. A wrong one makes a read of
+        the whole object fail."""
+        sizes = {key: self._known.get(key, 0) for key in keys}
+        wanted = {key: min(room for other, room in zip(keys, rooms, strict=True) if other == key) for key in sizes}
+        return {key: size for key, size in sizes.items() if 0 < size <= wanted[key]}
 
     def _sizes(self, keys: Sequence[str], timeout: float) -> dict[str, int]:
         """The sizes of those objects that are there."""
         end, sizes = time.monotonic() + timeout, dict[str, int]()
         for _ in range(_TRIES):
             asked = [key for key in keys if key not in sizes]
+            if not asked:
+                break
             with self._client.use(max(0.0, end - time.monotonic())) as opened:
                 for key, copies in opened.store.batch_get_replica_desc(asked).items():
                     sizes[key] = _size(opened.store, key, copies)
@@ -132,8 +155,16 @@ class Mooncake:
             if time.monotonic() > end:
                 raise TimeoutError(errno.ETIMEDOUT, "the Mooncake master did not answer in time")
             if not any(self._exist([key for key in asked if key not in sizes], end - time.monotonic())):
-                return sizes
-        raise OSError(errno.EAGAIN, "Mooncake does not say where an object is that it has")
+                break
+        else:
+            raise OSError(errno.EAGAIN, "Mooncake does not say where an object is that it has")
+        self._remember(sizes)
+        return sizes
+
+    def _remember(self, sizes: Mapping[str, int]) -> None:
+        if len(self._known) > _REMEMBERED:
+            self._known.clear()
+        self._known.update(sizes)
 
     def _exist(self, keys: Sequence[str], timeout: float) -> list[bool]:
         if not keys:
@@ -161,7 +192,7 @@ class Mooncake:
                 found: Sequence[int] = store.batch_get_into_multi_buffers(keys, places, sizes)
                 return found
 
-            with self._turn(self._transfers, end - time.monotonic()):
+            with self._turn(self._among(sizes), end - time.monotonic()):
                 codes += self._call(end - time.monotonic(), get)
         return codes
 
@@ -223,7 +254,7 @@ class Mooncake:
                     found: Sequence[int] = store.batch_put_from_multi_buffers(keys, places, sizes)
                     return found
 
-                with self._turn(self._transfers, end - time.monotonic()):
+                with self._turn(self._among(sizes), end - time.monotonic()):
                     codes = self._call(end - time.monotonic(), put)
                 for code in codes:
                     if code != EXISTS:
@@ -273,6 +304,8 @@ class Mooncake:
                     raise OSError(errno.EBUSY, "Mooncake moves or copies an object that is to be removed")
                 if code not in ABSENT:
                     self._client.check(code)
+            for key in keys:
+                self._known.pop(key, None)
 
     def tidy(self, age: float, timeout: float, alive: Callable[[], None]) -> tuple[int, int]:
         """There is nothing unfinished to remove: Mooncake itself discards what a dead writer began."""
@@ -290,6 +323,10 @@ class Mooncake:
             codes = list(do(opened.store))
         self._client.judge(opened, codes, time.monotonic() - began)
         return codes
+
+    def _among(self, sizes: Sequence[Sequence[int]]) -> threading.Lock | threading.Semaphore:
+        """What is held while bytes of these sizes move."""
+        return self._large if sum(map(sum, sizes)) >= _LARGE else self._transfers
 
     @contextlib.contextmanager
     def _turn(self, among: threading.Lock | threading.Semaphore, timeout: float) -> Iterator[None]:
