@@ -140,11 +140,17 @@ def _read(endpoint: str, results: Any = None) -> None:
         results.put((blocks, lost, np.percentile(lags, [50, 99]).tolist()))
 
 
-def rate(per_second: int, seconds: float, form: str) -> dict[str, Any]:
-    """Blocks that are stored at a rate, until the consumer has them."""
+def rate(per_second: int, seconds: float, form: str, page: int = 0) -> dict[str, Any]:
+    """Blocks that are stored at a rate, until the consumer has them. ``page``: tokens of a block in events."""
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/events"
-        given = {"endpoint": endpoint, "replay": f"ipc://{folder}/replay", "token_ids": True, "form": form}
+        given = {
+            "endpoint": endpoint,
+            "replay": f"ipc://{folder}/replay",
+            "token_ids": True,
+            "form": form,
+            "block_tokens": page,
+        }
         memory = {"dram": {"budget": "16MiB", "segment": "1MiB"}, "explain": {"memory": 0}}
         context = get_context("spawn")
         results = context.Queue()
@@ -159,7 +165,8 @@ def rate(per_second: int, seconds: float, form: str) -> dict[str, Any]:
                 time.sleep(0.05)
             time.sleep(0.5)
             index, identity, ending = store.index, source.groups[0][1], source.groups[0][0]
-            portion = per_second // 100
+            pages = _TOKENS // (page or _TOKENS)
+            portion = per_second // pages // 100
             turns = int(seconds * 100)
             names = os.urandom(32 * portion * turns)
             digests = [names[i : i + 32] for i in range(0, len(names), 32)]
@@ -188,13 +195,14 @@ def rate(per_second: int, seconds: float, form: str) -> dict[str, Any]:
                 index.state[DRAM][:] = 0
     return {
         "form": form,
-        "blocks_per_second": round(sent / took),
-        "blocks": sent,
+        "block_tokens": page or _TOKENS,
+        "blocks_per_second": round(sent * pages / took),
+        "blocks": sent * pages,
         "received": found,
         "batches_lost": lost,
         "lag_ms_median": round(middle * 1e3, 1),
         "lag_ms_p99": round(late * 1e3, 1),
-        "cpu_us_per_block": round((after.cpu_seconds - before) / sent * 1e6, 2),
+        "cpu_us_per_block": round((after.cpu_seconds - before) / (sent * pages) * 1e6, 2),
         "undescribed": after.undescribed,
     }
 
@@ -205,7 +213,8 @@ def main() -> None:
     arguments.add_argument("--rate", type=int, default=50_000)
     arguments.add_argument("--seconds", type=float, default=10.0)
     given = arguments.parse_args()
-    print(json.dumps({"rate": [rate(given.rate, given.seconds, form) for form in ("map", "array")]}, indent=2))
+    rates = [rate(given.rate, given.seconds, form, page) for form in ("map", "array") for page in (16, 0)]
+    print(json.dumps({"rate": rates}, indent=2))
     print(json.dumps({"cost": cost(given.pairs)}, indent=2))
 
 

@@ -14,7 +14,7 @@ that needs them cannot be used. They are published again when the block is back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class DescribedBlock:
     """Bits of the places where it is."""
     published: int = 0
     """Bits of the places where consumers believe it to be."""
-    children: dict[bytes, DescribedBlock] = field(default_factory=dict)
+    children: dict[bytes, DescribedBlock] | None = None
 
 
 Change = tuple[DescribedBlock, int, int]
@@ -95,7 +95,8 @@ class DescribedBlocks:
                 known.born = self._round
             else:
                 one = DescribedBlock(digest, parent, tokens[i * size : i * size + size], source, self._round)
-                one.children = self._waiting.pop(digest, one.children)
+                if self._waiting:
+                    one.children = self._waiting.pop(digest, None)
                 self._known[digest] = one
                 self._siblings(parent)[digest] = one
                 self._looked_at.add(digest)
@@ -105,7 +106,11 @@ class DescribedBlocks:
         if parent == ROOT:
             return self._first
         above = self._known.get(parent)
-        return above.children if above is not None else self._waiting.setdefault(parent, {})
+        if above is None:
+            return self._waiting.setdefault(parent, {})
+        if above.children is None:
+            above.children = {}
+        return above.children
 
     def look_at(self, keys: Iterable[BlockKey]) -> None:
         """Something happened to these blocks."""
@@ -161,7 +166,7 @@ class DescribedBlocks:
             if now == before:
                 continue
             found.append((one, before, now))
-            if not now or not before:
+            if one.children and (not now or not before):
                 blocks.extend(one.children.values())
 
     def published(self) -> Iterator[Change]:
@@ -171,7 +176,8 @@ class DescribedBlocks:
             one = blocks.pop()
             if one.published:
                 yield one, 0, one.published
-                blocks.extend(one.children.values())
+                if one.children:
+                    blocks.extend(one.children.values())
 
     def clean(self, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it
