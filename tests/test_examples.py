@@ -23,6 +23,7 @@ RESULTS = {
         r"read from disk: 8 blocks",
         r"dropped permanently: 8 blocks",
     ],
+    "follow_events": [r"BlockStored in CPU: 64 tokens, [0-9a-f]{16}"] * 2,
     "three_nodes": [rf"node {number} has read all three prompts" for number in (1, 2, 3)],
     "transformers_generate": [
         r"question 0: 0 of 1530 tokens came from the store",

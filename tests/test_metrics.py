@@ -15,7 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtide import Model, Store, config
 from kvtide.histogram import Histogram
 from kvtide.metrics import METRICS, render
-from kvtide.store.node_statistics import ClientStatistics, ClusterServing, DrainStatistics, NodeStatistics, PeerServing
+from kvtide.store.node_statistics import (
+    ClientStatistics,
+    ClusterServing,
+    DrainStatistics,
+    KvEventStatistics,
+    NodeStatistics,
+    PeerServing,
+)
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import HYBRID, everything, until
 from kvtide.testing.interface import prompt as tokens_of
@@ -49,8 +56,10 @@ def test_every_metric_is_there_as_the_catalogue_says(tmp_path: Path) -> None:
     with open_store(
         tmp_path / "tier", nvme={"write_limit": "1MiB"}, files=files, dram=share, record=record, peers=cluster
     ) as store:
-        peers = PeerServing(closed={"too slow": 1})
-        seen = Seen(store, NodeStatistics(clients=[client, client], peers=peers, cluster=ClusterServing()))
+        peers, events = PeerServing(closed={"too slow": 1}), KvEventStatistics()
+        seen = Seen(
+            store, NodeStatistics(clients=[client, client], peers=peers, cluster=ClusterServing(), events=events)
+        )
     for metric in METRICS:
         family = seen.families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.help)

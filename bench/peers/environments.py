@@ -7,7 +7,7 @@ requirements that wheel itself declares, less the ones in ``Environment.skip``. 
 ours too: its venv gets kvtide beside it, from this repository, and what the tests in
 ``tests/engines/vllm`` need, and has the versions that ``requirements/vllm.txt`` names.
 
-    python bench/peers/environments.py [--newest] lmcache|vllm|mooncake|all
+    python bench/peers/environments.py [--newest] lmcache|vllm|mooncake|dynamo|all
 
 ``--newest`` builds anew, without those versions: ``make pins`` then writes down what pip chose.
 
@@ -85,6 +85,7 @@ ENVIRONMENTS = {
         torch="",
         debian=("libibverbs1", "libnl-3-200", "libnl-route-3-200"),  # for TCP too
     ),
+    "dynamo": Environment(".peers/dynamo", "ai-dynamo-runtime", "1.6.1", (), torch=""),
 }  # fmt: skip
 
 

@@ -424,6 +424,54 @@ class Explain(_Section, frozen=True):
     ] = 4 * MiB
 
 
+class Events(_Section, frozen=True):
+    """KV events: a node tells routers over ZeroMQ which blocks it has."""
+
+    endpoint: Annotated[
+        str,
+        _plain(
+            "Address at which a node publishes KV events to whoever connects, for example tcp://127.0.0.1:5557 or "
+            "ipc:///run/kvtide.events; empty: it publishes none."
+        ),
+    ] = ""
+    replay: Annotated[
+        str,
+        _plain(
+            "Address at which consumers ask for events that they missed, for example tcp://127.0.0.1:5558; empty: they "
+            "cannot."
+        ),
+    ] = ""
+    topic: Annotated[
+        str, _plain("Topic of the events. llm-d needs kv@ADDRESS@MODEL, with the address of the engine's server.")
+    ] = ""
+    form: Annotated[
+        Literal["map", "array"],
+        _plain("Form of an event. map: as vLLM sends them from 0.24 on; array: as before, and as SGLang sends them."),
+    ] = "map"
+    token_ids: Annotated[
+        bool,
+        _plain("Send the token ids of blocks, so the text of prompts. Routers cannot use events without them."),
+    ] = False
+    tenants: Annotated[
+        str,
+        _plain("Tags of tenants whose blocks are published, besides those of the default tenant; each 32 hex digits."),
+    ] = ""
+    block_tokens: Annotated[
+        int, _plain("Tokens of a block in events, as routers expect them; 0: those of the node's own blocks.", ge=0)
+    ] = 0
+    shared: Annotated[
+        Literal["local", "remote", "no"],
+        _plain(
+            "How blocks in shared storage and in other nodes are published. local: like those on the local disk; "
+            "remote: as remote, which today's routers ignore; no: not at all."
+        ),
+    ] = "local"
+    buffer: Annotated[
+        int,
+        _size("Memory for the last events, for replays, and for those that each consumer has not read.", ge=MiB),
+    ] = 64 * MiB
+
+
 class Node(_Section, frozen=True):
     """A store in its own process, the node."""
 
@@ -519,6 +567,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     security: Security = field(default_factory=Security)
     record: Record = field(default_factory=Record)
     explain: Explain = field(default_factory=Explain)
+    events: Events = field(default_factory=Events)
     node: Node = field(default_factory=Node)
     engine: Engine = field(default_factory=Engine)
 

@@ -18,7 +18,7 @@ from kvtide.store.recorder import REASONS, RecorderStatistics
 from kvtide.store.statistics import Statistics, TenantStatistics
 
 if TYPE_CHECKING:
-    from kvtide.store.node_statistics import NodeStatistics, PeerServing
+    from kvtide.store.node_statistics import KvEventStatistics, NodeStatistics, PeerServing
     from kvtide.tiers.shared.credits import BudgetStatistics
     from kvtide.transfer.node_search import ClusterStatistics
 
@@ -82,6 +82,17 @@ def _announced(_: Statistics, node: NodeStatistics | None) -> _Samples:
 def _joined(_: Statistics, node: NodeStatistics | None) -> _Samples:
     if node is not None and (cluster := node.cluster) is not None and cluster.draining is None:
         yield (), bool(cluster.epoch)
+
+
+def _kv_events(value: Callable[[KvEventStatistics], float]) -> _Source:
+    """A value of a node that publishes KV events."""
+    return lambda _, node: [] if node is None or node.events is None else [((), value(node.events))]
+
+
+def _published(_: Statistics, node: NodeStatistics | None) -> _Samples:
+    if node is not None and (events := node.events) is not None:
+        yield ("stored",), events.stored
+        yield ("removed",), events.removed
 
 
 def _tier(field: str) -> _Source:
@@ -456,6 +467,46 @@ METRICS = (
         "Blocks of this node that it entered into the directory, and removed from it. Only for a member.",
         _announced,
         ("change",),
+    ),
+    # KV events, for routers
+    Metric(
+        "kvtide_kv_event_subscriptions",
+        "Topics that consumers of KV events have subscribed to. Only if events.endpoint is set, like all metrics of KV "
+        "events.",
+        _kv_events(lambda e: e.subscriptions),
+    ),
+    Metric(
+        "kvtide_kv_event_blocks_total",
+        "Blocks that were published as stored in a tier, or as removed from it.",
+        _published,
+        ("change",),
+    ),
+    Metric("kvtide_kv_event_batches_total", "Batches of KV events.", _kv_events(lambda e: e.batches)),
+    Metric(
+        "kvtide_kv_event_described_blocks",
+        "Blocks whose tokens the node knows: only these can be published.",
+        _kv_events(lambda e: e.described),
+    ),
+    Metric(
+        "kvtide_kv_event_undescribed_blocks_total",
+        "Blocks that are not published because their descriptions came too fast.",
+        _kv_events(lambda e: e.undescribed),
+    ),
+    Metric(
+        "kvtide_kv_event_ignored_sessions_total",
+        "Sessions whose blocks are not published: of another model, or of a tenant that events.tenants does not name.",
+        _kv_events(lambda e: e.ignored),
+    ),
+    Metric("kvtide_kv_event_replays_total", "Replays of KV events.", _kv_events(lambda e: e.replays)),
+    Metric(
+        "kvtide_kv_event_snapshots_total",
+        "Replays that were answered with all that is stored, because the batches were not kept any more.",
+        _kv_events(lambda e: e.snapshots),
+    ),
+    Metric(
+        "kvtide_kv_event_cpu_seconds_total",
+        "CPU time of the thread that publishes KV events.",
+        _kv_events(lambda e: e.cpu_seconds),
     ),
     # tenants with limits of their own
     Metric("kvtide_tenant_blocks", "Blocks of a tenant, by its tag.", _tenant(lambda t: t.blocks), _TENANT),

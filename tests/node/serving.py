@@ -21,6 +21,7 @@ import pytest
 from kvtide import config as configuration
 from kvtide.clock import Clock
 from kvtide.node.client.client import Client
+from kvtide.node.events.open import publish_events
 from kvtide.node.server.loop import run_in_loop
 from kvtide.node.server.server import Node
 from kvtide.store.store import Store
@@ -49,9 +50,13 @@ class Thread:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.node = Node(self.store, self.path)
+        events = publish_events(self.store) if self.store.given.events.endpoint else None
+        self.node.events = events
         self._ready.set()
         await self._stop.wait()
         self.node.close()
+        if events is not None:
+            events.close()
 
     def close(self) -> None:
         """Stop serving, and close the store."""

@@ -27,6 +27,7 @@ VALUES: dict[str, Any] = {
     "block_tokens": PLAIN.block_tokens,
     "namespace": MODEL.namespace(DEFAULT_TENANT),
     "tenant": DEFAULT_TENANT.tag,
+    "parent": bytes(32),
     "digests": b"".join(MODEL.namer(DEFAULT_TENANT).chain(prompt(1)).digests),
     "holdings": [],
     "rights": [],

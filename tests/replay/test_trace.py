@@ -15,6 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import TraceError
+from kvtide.index.index import Index
+from kvtide.index.keys import ROOT
+from kvtide.node.events import wire
+from kvtide.node.events.described import BlockSource, DescribedBlock
 from kvtide.replay.block_tokens import BlockTokenSizes, full_blocks
 from kvtide.replay.trace import TraceRequest, chains, load, read
 
@@ -311,6 +315,20 @@ def test_events_as_json_lines(tmp_path: Path) -> None:
     assert plain(read(write(tmp_path / "b.jsonl", maps))) == REQUESTS
     alone = [{**e, "ts": t} for t, events, _ in BATCHES for e in events]
     assert plain(read(write(tmp_path / "c.jsonl", alone))) == REQUESTS
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_events_of_a_node_are_a_trace_too(tmp_path: Path, maps: bool) -> None:
+    """They are about its memory and its disk: blocks that are in both are one request."""
+    one, two = bytes([1] * 32), bytes([2] * 32)
+    source = BlockSource(Index(1), (), 16, 16, "", ())
+    blocks = [DescribedBlock(a, b, bytes(64), source, 0) for a, b in ((one, ROOT), (two, one))]
+    batches = [wire.payload(1.0, [(block, 0, wire.CPU) for block in blocks], maps=maps, fresh=True)]
+    batches.append(wire.payload(2.0, [(block, wire.CPU, wire.CPU | wire.DISK) for block in blocks], maps=maps))
+    path = tmp_path / "events.msgpack"
+    path.write_bytes(b"".join(batches))
+    assert plain(read(path)) == [(1.0, (wire.hashes(one, 1)[0], wire.hashes(two, 1)[0]))]
+    assert load(path).block_tokens == 16
 
 
 def test_events_say_how_many_tokens_a_block_has(tmp_path: Path) -> None:

@@ -216,13 +216,14 @@ class Namer:
             hasher.update(start + _placed(kind, name, 0, FOREVER))
             chain.digests.append(hasher.digest())
             chain._named += nothing
+        chain._apart = True
         return chain
 
 
 class Chain:
     """The names of a growing prompt's full blocks. For one thread at a time."""
 
-    __slots__ = ("_extras", "_joined", "_keys", "_named", "_tail", "digests", "namer")
+    __slots__ = ("_apart", "_extras", "_joined", "_keys", "_named", "_tail", "digests", "namer")
 
     def __init__(self, namer: Namer) -> None:
         self.namer = namer
@@ -233,6 +234,7 @@ class Chain:
         """One digest per full block."""
         self._named = bytearray()
         self._joined = b""
+        self._apart = False
 
     def __repr__(self) -> str:
         return f"<Chain {self.blocks} blocks + {len(self._tail) // 4} tokens>"
@@ -289,6 +291,11 @@ class Chain:
             append(parent)
 
     @property
+    def plain(self) -> bool:
+        """Whether the names follow from the model, the tenant and the tokens alone."""
+        return not self._extras and not self._apart
+
+    @property
     def extras(self) -> Sequence[Extra]:
         """The extras of the prompt."""
         return tuple(self._extras)
@@ -299,6 +306,7 @@ class Chain:
         chain.digests = self.digests[:blocks]
         chain._named = self._named[: 4 * self.block_tokens * blocks]
         chain._extras = list(self._extras)
+        chain._apart = self._apart
         return chain
 
     def _extra_bytes(self, block: int) -> bytes:

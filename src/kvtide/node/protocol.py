@@ -24,6 +24,7 @@ from kvtide.block import Group, Kind, Layout
 
 __all__ = [
     "ABSENT",
+    "DESCRIBE",
     "DRAIN",
     "EXPECT",
     "EXPLAIN",
@@ -42,6 +43,7 @@ __all__ = [
     "Close",
     "Collect",
     "Collected",
+    "Describe",
     "Drain",
     "Drop",
     "EndEarlierRights",
@@ -113,7 +115,9 @@ EXPLAIN: Final = "explain"
 """The peer knows ``Explain``."""
 DRAIN: Final = "drain"
 """The peer knows ``Drain``."""
-FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT, EXPLAIN, DRAIN)
+DESCRIBE: Final = "describe"
+"""The peer knows ``Describe``."""
+FEATURES: Final = (TOKENS_FROM_START, EXPECT, ABSENT, EXPLAIN, DRAIN, DESCRIBE)
 """Optional features of this version. A feature is used if both peers announced it."""
 LENGTH = struct.Struct("<I")
 LARGEST: Final = 16 << 20
@@ -181,6 +185,9 @@ class Welcome(_Message, tag="welcome"):
     """The oldest and the newest minor version of a client that the node works with."""
     features: list[str] = []
     """Names of the features that the node supports. Those that both support are used."""
+    describe: int = 0
+    """Whether the client should send ``Describe`` for blocks that it matches or stores: 0: no; 1: with their digests
+    alone; 2: with their token ids."""
 
 
 class Failure(_Message, tag="failure"):
@@ -531,6 +538,18 @@ class Models(_Message, tag="models"):
     tenant: bytes
 
 
+class Describe(_Message, tag="describe"):
+    """Tell what consecutive blocks of a prompt consist of, which depend on nothing but their tokens and those before
+    them. The node publishes them in KV events. Answer: nil. For nodes with the feature ``DESCRIBE``."""
+
+    session: int
+    parent: bytes
+    """The digest of the block before the first one; 32 zeros if there is none."""
+    digests: bytes
+    tokens: bytes = b""
+    """As u32 little-endian; empty if the node does not want them."""
+
+
 class Flush(_Message, tag="flush"):
     """Wait until the colder tiers have written what they were given. Answer: a number, for ``Ended``, which reports
     what was not written.
@@ -617,6 +636,7 @@ Operation = (
     | Explain
     | Models
     | Drain
+    | Describe
 )
 
 

@@ -45,6 +45,7 @@ NEEDS: Mapping[type, Role] = {
     p.Collect: Role.READ,
     p.Release: Role.READ,
     p.Reserve: Role.WRITE,
+    p.Describe: Role.WRITE,
     p.NotStored: Role.WRITE,
     p.Finish: Role.WRITE,
     p.Pin: Role.WRITE,

@@ -20,6 +20,7 @@ from kvtide.errors import ConfigError, KvtideError
 from kvtide.forks import LockFile
 from kvtide.node.admin.auth import HttpAuth
 from kvtide.node.admin.http import Http
+from kvtide.node.events.open import publish_events
 from kvtide.node.server.loop import run_in_loop
 from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.server import Node
@@ -74,17 +75,19 @@ async def _serve(
             directory = EmbeddedDirectory(config.peers)
             config = with_directory(config, directory.host, directory.port)
         mapped_memory = MappedMemory(beside(path, "lent"))
-        node = peers = cluster = store = None
+        node = peers = cluster = events = store = None
 
         def close() -> None:
             """In this order: nobody finds this node any more, it serves nobody any more, it writes what it keeps."""
-            for part in (cluster, peers, store, directory):
+            for part in (cluster, events, peers, store, directory):
                 if part is not None:
                     part.close()
 
         try:
             store = Store(config, mapped=True, already_mapped=mapped_memory.elsewhere)
             node = Node(store, path, mapped_memory)
+            if config.events.endpoint:
+                events = node.events = publish_events(store)
             http = Http(node, passes)
             if config.node.http:
                 await http.listen(config.node.http)

@@ -5,7 +5,8 @@ or in several, each beginning where the last one ended; together with their ance
 that the engine had completely in its own memory are not seen: they would not have reached kvtide either.
 
 Events are maps (vLLM from 0.24 on) or arrays (before, and SGLang), in batches ``[time, events, rank]``, one per JSON
-line or as consecutive msgpack objects. Media other than the engine's own memory are ignored.
+line or as consecutive msgpack objects. Media other than the engine's own memory are ignored; without any of that, as in
+the events of a kvtide node, the first medium is read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Event", "batch", "batches", "requests"]
 
 _GROWING = 60.0
 """Seconds without new blocks after which a chain is taken as a complete request."""
-_OWN = (None, "GPU")
+_OWN = "GPU"
 
 Block = int | str | bytes
 
@@ -38,6 +39,7 @@ class Event:
     parent: Block | None = None
     tokens: int = 0
     """Tokens per block; 0: unknown."""
+    medium: str = _OWN
 
 
 def batch(found: Any) -> tuple[float, list[Event]]:
@@ -63,8 +65,6 @@ def _event(found: Any) -> Event:
         return Event()
     if kind != "BlockStored":
         raise ValueError(f"an event of unknown kind {kind!r}")
-    if fields.get("medium") not in _OWN:
-        return Event()
     blocks = fields.get("block_hashes")
     if not isinstance(blocks, (list, tuple)) or not blocks:
         raise ValueError("BlockStored without block_hashes")
@@ -74,7 +74,7 @@ def _event(found: Any) -> Event:
     tokens = fields.get("block_size") or 0
     if not isinstance(tokens, int) or tokens < 0:
         raise ValueError(f"block_size is {tokens!r}, no number of tokens")
-    return Event(tuple(blocks), parent, tokens)
+    return Event(tuple(blocks), parent, tokens, str(fields.get("medium") or _OWN))
 
 
 def batches(
@@ -135,6 +135,7 @@ def requests(found: Iterable[tuple[float, list[Event]]]) -> Iterator[tuple[float
     parents: dict[Block, Block | None] = {}
     growing: OrderedDict[Block, tuple[float, float]] = OrderedDict()
     """By last block: when the chain began and when it last grew; the longest unchanged first."""
+    medium = ""
     for seconds, events in found:
         while growing:
             tail, (began, grew) = next(iter(growing.items()))
@@ -144,6 +145,9 @@ def requests(found: Iterable[tuple[float, list[Event]]]) -> Iterator[tuple[float
             yield began, _whole(tail, parents)
         for event in events:
             if not event.blocks:
+                continue
+            medium = event.medium if not medium or event.medium == _OWN else medium
+            if event.medium != medium:
                 continue
             parent = event.parent
             began, _ = growing.pop(parent, (seconds, seconds)) if parent is not None else (seconds, seconds)

@@ -269,13 +269,13 @@ class LocalBackend:
         self._ready = partition.pipeline.ready
         self.layout = layout
         tokens, sizes = layout.block_tokens, layout.geometry
-        self._identities = {
+        self.identities = {
             g.name: Identity(
                 namespace, tenant, layout.digest, g.suffix + tag, tokens, sizes[g.name], g.itemsize, domain
             )
             for g in layout.groups
         }
-        self.asker = {who.group: who.fingerprint for who in self._identities.values()}
+        self.asker = {who.group: who.fingerprint for who in self.identities.values()}
         """The fingerprint of each group's blocks, by the suffix of the group's keys."""
         self.numbers = {g.suffix + tag: i for i, g in enumerate(layout.groups)}
         """The number of each group, by the suffix of the group's keys."""
@@ -287,11 +287,11 @@ class LocalBackend:
         self._footprint = sum(layout.geometry[g.name].footprint for g in layout.groups)
         self.pins = Pins(charge)
         self._prompt_cache = PromptCache(self._index)
-        self._more = partial(partition.pending_blocks.pending, layout, self._identities)
+        self._more = partial(partition.pending_blocks.pending, layout, self.identities)
         self._recorder = partition.recorder
         self._shape = RecordedShape(tokens, self._footprint)
         self._tenant, self._tag = tenant, tag
-        self._explainer = Explainer(partition, layout, self._identities, tenant, proof)
+        self._explainer = Explainer(partition, layout, self.identities, tenant, proof)
         self.first_use: Callable[[], object] | None = None
         """Called at the first match or store; not when something is explained, which changes nothing."""
 
@@ -398,7 +398,7 @@ class LocalBackend:
 
     def _all_rows(self, names: BlockNames) -> dict[str, Rows]:
         """The rows of a prompt's blocks, by group; 0 for blocks of other identities. Call with the index lock held."""
-        rows, mine = self._index.own_rows, self._identities
+        rows, mine = self._index.own_rows, self.identities
         return {g.name: rows(names.keys(g.suffix), mine[g.name].fingerprint) for g in self.layout.groups}
 
     def _all_here(
@@ -464,7 +464,7 @@ class LocalBackend:
             usable = index.lengths(layout, rows, whole)
             queued = partition.read_bytes_queued
             plan = partition.planner.plan(layout, rows, usable, 0, cost, queued, self._budget, trials=False)
-            build = explained(partition, layout, self._identities, names.joined, rows, whole, usable, plan, now)
+            build = explained(partition, layout, self.identities, names.joined, rows, whole, usable, plan, now)
         return build()
 
     def explain_request(self, request: str) -> Explanation | None:
@@ -493,7 +493,7 @@ class LocalBackend:
         if holding.ready:
             transfer.started()
             return transfer, iter(())
-        wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+        wanted = [(rows, self.identities[name]) for name, rows in holding.part.rows.items()]
         return transfer, self._pipeline.load_in_slices(wanted, transfer, blocks, wait=wait)
 
     def collect(self, holding: LocalPrefixLease) -> CollectedBlocks:
@@ -535,7 +535,7 @@ class LocalBackend:
                 return 0
             # Leased blocks stay in DRAM, so this need not be checked again.
             here = every(self._index.state[DRAM][holding.part.all] == SEALED)
-            others = (self._index.others(r, self._identities[n].fingerprint) for n, r in holding.part.rows.items())
+            others = (self._index.others(r, self.identities[n].fingerprint) for n, r in holding.part.rows.items())
             holding.ready = here and all(other is None for other in others)
             return self._come(holding)[0]
 
@@ -551,7 +551,7 @@ class LocalBackend:
             rows = holding.part.rows[g.name]
             mask[start : start + len(rows)] = index.state[DRAM][rows] == SEALED
             # A held row that was in no tier for a while may now have another identity's block.
-            if (other := index.others(rows, self._identities[g.name].fingerprint)) is not None:
+            if (other := index.others(rows, self.identities[g.name].fingerprint)) is not None:
                 mask[start : start + len(rows)] &= ~other
             whole[g.name], first[g.name] = mask, start
         spaced = {name: np.zeros(blocks, np.int64) for name in whole}
@@ -599,7 +599,7 @@ class LocalBackend:
             reservation = self._pipeline.reserve(
                 [
                     WriteRequest(
-                        self._identities[group.name],
+                        self.identities[group.name],
                         names.keys(group.suffix)[start:stop],
                         [names.parent(i) for i in numbers],
                         numbers,
@@ -628,7 +628,7 @@ class LocalBackend:
 
     def note_dropped(self, keys: Sequence[BlockKey], group: Group, cause: AbsenceCause) -> None:
         """Record that blocks of a group were to be stored and were not."""
-        self._pipeline.note_dropped(keys, self._identities[group.name], cause)
+        self._pipeline.note_dropped(keys, self.identities[group.name], cause)
 
     def _stored(self, groups: Sequence[Group], names: BlockNames, stop: int, priority: int, expiry: float) -> None:
         try:
@@ -668,7 +668,7 @@ class LocalBackend:
 
     def _rows(self, names: BlockNames, group: Group, stop: int | None) -> Rows:
         """The rows of those of a prompt's blocks up to ``stop`` that are present. Call with the index lock held."""
-        rows = self._index.own_rows(names.keys(group.suffix)[:stop], self._identities[group.name].fingerprint)
+        rows = self._index.own_rows(names.keys(group.suffix)[:stop], self.identities[group.name].fingerprint)
         return rows[rows > 0]
 
     def _raised(self, names: BlockNames, group: Group, stop: int, priority: int) -> Rows:
@@ -682,7 +682,7 @@ class LocalBackend:
         blocks: list[tuple[str, int]] = []
         asked: list[tuple[BlockKey, Identity]] = []
         for name, numbers in wanted.items():
-            keys, who = names.keys(self.layout.group(name).suffix), self._identities[name]
+            keys, who = names.keys(self.layout.group(name).suffix), self.identities[name]
             for number in numbers:
                 blocks.append((name, number))
                 most -= who.geometry.footprint
@@ -702,7 +702,7 @@ class LocalBackend:
     def pin(self, names: BlockNames, stop: int | None, step: int) -> int:
         index, count, now = self._index, 0, self.partition.clock.time()
         for group in self.layout.groups:
-            size, mine = self.layout.geometry[group.name].footprint, self._identities[group.name].fingerprint
+            size, mine = self.layout.geometry[group.name].footprint, self.identities[group.name].fingerprint
             for keys in work_slices.parts(names.keys(group.suffix)[:stop]):
                 with index.lock:
                     try:
@@ -757,7 +757,7 @@ class LocalBackend:
                         begun = Transfer.within(self.partition.clock, seconds, 0.0)
             if begun is not None:
                 begun.on_end(partial(again_if_interrupted, holding.release))
-                wanted = [(rows, self._identities[name]) for name, rows in holding.part.rows.items()]
+                wanted = [(rows, self.identities[name]) for name, rows in holding.part.rows.items()]
                 for count in self._pipeline.load_in_slices(wanted, begun, sys.maxsize, wait=False):
                     if not count:  # memory would have to be taken from the system, which is not worth waiting for here
                         begun.cancel()

@@ -14,6 +14,7 @@ __all__ = [
     "ClientStatistics",
     "ClusterServing",
     "DrainStatistics",
+    "KvEventStatistics",
     "ModelStatistics",
     "NodeStatistics",
     "PeerServing",
@@ -122,6 +123,33 @@ class ClusterServing:
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventStatistics:
+    """What a node has published about its blocks."""
+
+    subscriptions: int = 0
+    """Different topics that consumers have subscribed to; 0: there is no consumer, and nothing is sent."""
+    described: int = 0
+    """Blocks whose tokens are known. Only these can be published."""
+    undescribed: int = 0
+    """Blocks whose descriptions came too fast, so that they are not published."""
+    ignored: int = 0
+    """Sessions whose blocks are not published: of another model, or of a tenant for which it is not allowed."""
+    batches: int = 0
+    stored: int = 0
+    """Blocks that were published as stored, for each tier."""
+    removed: int = 0
+    next_number: int = 0
+    """The number of the next batch."""
+    buffered_bytes: int = 0
+    """Bytes of the batches that are kept for replays."""
+    replays: int = 0
+    snapshots: int = 0
+    """Replays, or parts of them, that were answered with all that is stored, because the batches were not kept."""
+    cpu_seconds: float = 0.0
+    """CPU time of the thread that publishes."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatistics:
     pid: int = 0
     path: str = ""
@@ -141,6 +169,8 @@ class NodeStatistics:
     """None if other nodes are not served."""
     cluster: ClusterServing | None = None
     """None if it is in no cluster, or only reads."""
+    events: KvEventStatistics | None = None
+    """None if it publishes no KV events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import numpy as np
 from kvtide.block import BlockKey, Group, Layout, Span
 from kvtide.clock import Clock
 from kvtide.errors import AccessError, KvtideError, RightError, TierError
-from kvtide.index.keys import Model, Tenant
+from kvtide.index.keys import Chain, Model, Tenant
 from kvtide.index.lease import Reservation
 from kvtide.interrupts import again_if_interrupted
 from kvtide.node import protocol as p
@@ -39,6 +39,10 @@ _FIRST_PART = 128 << 20
 _REST = 1 << 16
 """Maximum bytes of a reservation's message besides digests and token ids."""
 _NO_ROWS = np.zeros(0, np.int64)
+_DESCRIBED = 1 << 16
+"""Blocks that a session remembers to have described. If there are more, it describes them again."""
+_DESCRIPTION = 1 << 20
+"""Maximum bytes of the token ids of one description."""
 
 T = TypeVar("T", bound="Transfer | Completion")
 
@@ -147,6 +151,8 @@ class RemoteBackend:
         self._first_life = ""
         """The run of the node (``Welcome.life``) at which the session was first opened."""
         self._invited: tuple[str, int] | None = None
+        self._described: set[bytes] = set()
+        """Digests of blocks that were described to the current node."""
 
     @property
     def first_part(self) -> int:
@@ -186,6 +192,7 @@ class RemoteBackend:
                     link.post(p.Close(number))
                     raise
                 self._number = number
+                self._described = set()
                 self._first_life = self._first_life or link.welcome.life
                 self._link = link  # assigned last: a thread that finds it reads the number without the lock
             return link, self._number
@@ -223,6 +230,7 @@ class RemoteBackend:
             found = link.ask_one(asked)
             assert isinstance(found, p.Matched)
             link.own(found.holding, found.slots or ())
+            self._describe(link, session, names, found.blocks)
             return RemotePrefixLease(self, link, have, found)
         except NodeUnavailable:
             nothing = [0] * len(self.layout.groups)
@@ -419,11 +427,34 @@ class RemoteBackend:
         if link.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * (stop - first) < p.LARGEST - _REST:
             # for longer prompts the records have no token ids
             tokens = b"".join(names.tokens_of(i) for i in range(first, stop))
+        self._describe(link, session, names, stop)
         sealed = last.number if last is not None and last.link is link else None
         numbers = [self.layout.groups.index(g) for g in groups]
         return link, p.Reserve(
             session, numbers, digests, start, stop, ttl, priority, tokens, sealed, list(writers), wait
         )
+
+    def _describe(self, link: NodeLink, session: int, names: BlockNames, stop: int) -> None:
+        """Tell the node, if it wants to know, what those of the first ``stop`` blocks consist of that it was not told.
+        Does not wait, and raises nothing: without it these blocks are not published."""
+        wants = link.welcome.describe
+        if not wants or not isinstance(names, Chain) or not names.plain:
+            return
+        known, joined, first = self._described, names.joined, stop
+        while first and joined[32 * first - 32 : 32 * first] not in known:
+            first -= 1
+        if first == stop:
+            return
+        if len(known) > _DESCRIBED:
+            known.clear()
+        step = max(1, _DESCRIPTION // (4 * self.layout.block_tokens))
+        with contextlib.suppress(NodeUnavailable, KvtideError):
+            for at in range(first, stop, step):
+                end = min(at + step, stop)
+                digests = joined[32 * at : 32 * end]
+                tokens = b"".join(names.tokens_of(i) for i in range(at, end)) if wants == 2 else b""
+                link.later(p.Describe(session, names.parent(at), digests, tokens))
+                known.update(digests[i : i + 32] for i in range(0, len(digests), 32))
 
     def keys(self, wanted: p.Reserve, made: p.Reserved) -> list[BlockKey]:
         """The keys of the blocks that were given slots."""

@@ -414,6 +414,20 @@ class ClientHandler:
         session = self._session(o.session)
         session.backend.missed(self._names(session, o.digests), o.tokens, o.request)
 
+    def _describe(self, o: p.Describe) -> None:
+        session, events = self._session(o.session), self._context.events
+        blocks, rest = divmod(len(o.digests), 32)
+        wrong = rest or len(o.parent) != 32 or len(o.tokens) not in (0, 4 * session.layout.block_tokens * blocks)
+        if wrong or blocks > work_limits.BLOCKS:
+            raise LayoutError("a description has 32 bytes for each block and its parent, and all their tokens or none")
+        self._charge(blocks)
+        if events is None or not blocks or len(o.tokens) < 4 * (events.wants == 2):
+            return
+        if not session.described:
+            session.described, session.source = True, events.source(session.backend)
+        if session.source is not None:
+            events.describe(session.source, o.parent, o.digests, o.tokens)
+
     def _explain(self, o: p.Explain) -> Any:
         session = self._session(o.session)
         if o.past:  # all remembered requests may have to be looked at, and one be explained
@@ -814,4 +828,5 @@ _ANSWERS: dict[type, Callable[[ClientHandler, Any], p.Answer | Iterator[p.Answer
     p.Explain: ClientHandler._explain,
     p.Models: ClientHandler._models,
     p.Drain: ClientHandler._drain,
+    p.Describe: ClientHandler._describe,
 }

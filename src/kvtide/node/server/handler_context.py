@@ -5,15 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from kvtide.node.events.described import BlockSource
 from kvtide.node.server.loop import Loop
 from kvtide.node.server.mapped_memory import MappedMemory
 from kvtide.node.server.refusals import Refusals
 from kvtide.node.server.workers import ServerWorkerGroup
-from kvtide.store.node_statistics import Status
+from kvtide.store.backend import LocalBackend
+from kvtide.store.node_statistics import KvEventStatistics, Status
 from kvtide.store.store import Store
 from kvtide.transfer.write_results import Flushed
 
-__all__ = ["NodeContext"]
+__all__ = ["BlockDescriber", "NodeContext"]
+
+
+class BlockDescriber(Protocol):
+    """Takes descriptions of blocks, to publish them."""
+
+    @property
+    def wants(self) -> int:
+        """See ``Welcome.describe``."""
+
+    def statistics(self) -> KvEventStatistics: ...
+
+    def source(self, backend: LocalBackend) -> BlockSource | None:
+        """What the blocks of a session have in common; None if they are not published."""
+
+    def describe(self, source: BlockSource, parent: bytes, digests: bytes, tokens: bytes) -> None:
+        """Consecutive blocks, the first of them after ``parent``, with their tokens. Does not wait."""
 
 
 class NodeContext(Protocol):
@@ -27,6 +45,8 @@ class NodeContext(Protocol):
     worker_groups: dict[str, ServerWorkerGroup]
     """By the token of the session that they belong to."""
     refusals: Refusals
+    events: BlockDescriber | None
+    """None if no KV events are published."""
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call ``call`` in the loop. Safe from any thread."""

@@ -28,6 +28,7 @@ from kvtide.node.roles import Role
 from kvtide.node.server.access import Access, AccessList
 from kvtide.node.server.client_handler import LARGEST_PART, ClientHandler
 from kvtide.node.server.connection import Connection, Peer
+from kvtide.node.server.handler_context import BlockDescriber
 from kvtide.node.server.loop import Loop
 from kvtide.node.server.mapped_memory import MappedMemory, beside
 from kvtide.node.server.refusals import Refusals
@@ -103,6 +104,8 @@ class Node:
         """Serves other nodes, if they are served."""
         self.cluster: ClusterNode | None = None
         """Makes this node a member of a cluster, if there is a directory."""
+        self.events: BlockDescriber | None = None
+        """Publishes KV events, if there are to be any."""
         self._access_list = AccessList(store.config.node.users)
         for warning in self._access_list.warnings:
             log.warning("%s", warning)
@@ -225,6 +228,7 @@ class Node:
             reported_settings(self.store.given) if domain is None else {},
             self.peers.statistics() if self.peers is not None else None,
             self.cluster.statistics() if self.cluster is not None else None,
+            self.events.statistics() if self.events is not None else None,
         )
         return Status(store if domain is None else without_recording(store), node)
 
@@ -353,6 +357,7 @@ class Node:
                 p.MINOR,
                 p.MINORS,
                 list(p.FEATURES),
+                self.events.wants if self.events is not None else 0,
             )
         )
         if hello.token:

@@ -21,6 +21,7 @@ from kvtide.index.lease import Reservation
 from kvtide.index.pins import PinCharge
 from kvtide.node import protocol as p
 from kvtide.node import work_limits
+from kvtide.node.events.described import BlockSource
 from kvtide.node.server.workers import ServerWorkerGroup
 from kvtide.plan.prefill import Prefill, PrefillCost
 from kvtide.store.backend import LocalBackend, LocalPrefixLease
@@ -225,6 +226,10 @@ class ServerSession:
         self.holdings: dict[int, LocalPrefixLease] = {}
         self.reservations: dict[int, Reservation] = {}
         self.worker_group: ServerWorkerGroup | None = None
+        self.described = False
+        """Whether its client has described a block."""
+        self.source: BlockSource | None = None
+        """For KV events; None if its blocks are not published, or none was described."""
 
     @property
     def rights(self) -> int:

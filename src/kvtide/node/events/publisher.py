@@ -1,0 +1,469 @@
+"""Publishes which blocks a node has, as vLLM publishes those of an engine: over ZeroMQ, with a second socket for
+replays.
+
+**Nobody waits for it.** The node's loop and the threads that move blocks only add to a queue. One thread does the rest:
+it looks up what was described and what happened (``described.py``), encodes it (``wire.py``) and sends it. Without a
+consumer nothing is followed, looked up or encoded: descriptions are kept, and that is all. With the first subscription,
+or the first replay, consumers are told to forget everything and are then told all that is stored.
+
+**Numbers.** Each batch has the next number. The first number of a process is the milliseconds since 2026, which are
+more than the batches that any earlier process can have sent. So numbers never go back, nothing is stored for that, and
+a consumer that asks for what it missed before a restart asks for a number that this process knows to be an older one.
+
+**Replay.** A consumer asks for the batches from a number on. If all of them are in the buffer, it gets these. If not,
+it gets a snapshot: a batch that clears everything, and all that is published at this moment. The snapshot is sent under
+the last numbers before the next one, so that the batches that follow connect to it.
+
+**A slow consumer** gets as many batches as its buffer has room for and misses the others, which it sees by their
+numbers. A consumer of a replay that does not read is not sent more until it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from kvtide.block import Kind
+from kvtide.config import Events
+from kvtide.errors import ConfigError
+from kvtide.events import Event, EventsLost
+from kvtide.index.index import DRAM
+from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.node.events import wire
+from kvtide.node.events.described import BlockSource, Change, DescribedBlocks
+from kvtide.store.backend import LocalBackend
+from kvtide.store.node_statistics import KvEventStatistics
+from kvtide.store.partition import NVME
+from kvtide.store.store import Store
+
+__all__ = ["NodeEvents"]
+
+log = logging.getLogger("kvtide.events")
+
+_BEGAN = 1_767_225_600_000
+"""The beginning of 2026, in milliseconds."""
+_GATHER = 0.02
+"""Seconds that events are gathered before they are published."""
+_IDLE = 1.0
+"""Seconds after which the thread looks at its queues, whatever happens."""
+_LINGER = 30.0
+"""Seconds that events are followed after the last replay without a subscriber."""
+_WAITING = 100_000
+"""Events of the store that may wait. If there are more, everything is looked at."""
+_DESCRIPTIONS = 64 << 20
+"""Bytes of descriptions that may wait. Blocks of those beyond are not published."""
+_DESCRIPTION = 200
+"""Bytes of a description, besides tokens and digests."""
+_BATCH = 192 << 10
+"""Bytes of a batch, about, at most."""
+_REPLIES = 64
+"""Replays at a time."""
+_SENDS = 16
+"""Batches of one replay that are sent in one go."""
+_UNSENT = 8
+"""Batches of a replay that may wait for their consumer to read."""
+_PADDING = 4096
+"""Empty batches before a snapshot, at most, for consumers that require consecutive numbers from the first on."""
+_RETRY = 0.005
+_END = b"\xff" * 8
+
+
+@dataclass(slots=True)
+class _Reply:
+    """A replay that is being sent."""
+
+    envelope: list[bytes]
+    """The address of the consumer, and what it separates addresses from messages with."""
+    batches: Iterator[tuple[int, bytes]]
+    unsent: list[bytes] | None = None
+    ended: bool = False
+
+
+class NodeEvents:
+    """Publishes the blocks of one model. ``describe`` is called by the node's loop."""
+
+    def __init__(self, settings: Events, store: Store) -> None:
+        """Raises ConfigError if it cannot listen."""
+        self._settings = settings
+        self._clock = store.clock
+        self._feed = store.feed
+        self._maps = settings.form == "map"
+        self._topic = settings.topic.encode()
+        self.wants = 2 if settings.token_ids else 1
+        """What clients are asked to describe blocks with, as in ``Welcome``."""
+        self._tenants = {tenant_tag(name) for name in ["default", *settings.tenants.split()]}
+        self._models: dict[bytes, tuple[bytes, bytes, bytes]] = {}
+        """For each tenant, the layout, the namespace and the trust domain whose blocks are published."""
+        self._ignored = 0
+        self._said: set[str] = set()
+        """Reasons why blocks are not published that were logged."""
+        self._described: deque[tuple[BlockSource, bytes, bytes, bytes]] = deque()
+        self._described_bytes = self._taken_bytes = 0
+        """Each is written by one thread only: the bytes that were put into the queue, and those taken from it."""
+        self._undescribed = 0
+        self._events: deque[Event] = deque()
+        self._missed = False
+        """Whether events of the store did not fit."""
+        self._blocks = DescribedBlocks()
+        self._next = max(1, int(self._clock.time() * 1000) - _BEGAN)
+        self._ring: OrderedDict[int, bytes] = OrderedDict()
+        """The last batches by number, without gaps."""
+        self._ring_bytes = 0
+        self._topics: set[bytes] = set()
+        """What consumers have subscribed to."""
+        self._unfollow = self._no_follower
+        self._active = self._fresh = False
+        """Whether events are followed; whether the next batch tells consumers to forget what they know."""
+        self._replayed = -_LINGER
+        self._due: float | None = None
+        self._replies: dict[bytes, _Reply] = {}
+        self._batches = self._stored = self._removed = self._replays = self._snapshots = 0
+        self._seconds = 0.0
+        self._closed = False
+        self._awake = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._zmq = zmq.Context()
+        try:
+            self._publish_socket = self._bound(zmq.XPUB, settings.endpoint, max(8, settings.buffer // _BATCH))
+            self._replay_socket = self._bound(zmq.ROUTER, settings.replay, _UNSENT) if settings.replay else None
+        except BaseException:
+            self._zmq.destroy(0)
+            os.close(self._wake_fd)
+            raise
+        if self._replay_socket is not None:
+            self._replay_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._thread = threading.Thread(target=self._run, name="kvtide-kv-events", daemon=True)
+        self._thread.start()
+
+    def _bound(self, kind: int, endpoint: str, most: int) -> zmq.Socket[bytes]:
+        scheme, _, where = endpoint.partition("://")
+        if scheme not in ("tcp", "ipc") or not where:
+            raise ConfigError(
+                f"events: cannot listen at {endpoint!r}; give tcp://127.0.0.1:5557 or ipc:///run/kvtide.events"
+            )
+        if scheme == "tcp" and where.rpartition(":")[0].strip("[]") not in ("127.0.0.1", "localhost", "::1"):
+            log.warning(
+                "KV events are sent from %s to whoever connects, without encryption%s",
+                endpoint,
+                ", with the token ids of prompts" if self._settings.token_ids else "",
+            )
+        socket: zmq.Socket[bytes] = self._zmq.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, most)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.MAXMSGSIZE, 4096)  # of what consumers send
+        try:
+            socket.bind(endpoint)
+            if scheme == "ipc" and not where.startswith("@"):
+                Path(where).chmod(0o600)
+        except (zmq.ZMQError, OSError) as e:
+            raise ConfigError(f"events: cannot listen at {endpoint}: {e.strerror}; give another address") from e
+        return socket
+
+    @property
+    def address(self) -> str:
+        """Where it publishes: with the port that was chosen, if the settings name none."""
+        return bytes(self._publish_socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    @property
+    def replay_address(self) -> str:
+        """Where replays are asked for; empty: nowhere."""
+        if self._replay_socket is None:
+            return ""
+        return bytes(self._replay_socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def statistics(self) -> KvEventStatistics:
+        return KvEventStatistics(
+            subscriptions=len(self._topics),
+            described=len(self._blocks),
+            undescribed=self._undescribed,
+            ignored=self._ignored,
+            batches=self._batches,
+            stored=self._stored,
+            removed=self._removed,
+            next_number=self._next,
+            buffered_bytes=self._ring_bytes,
+            replays=self._replays,
+            snapshots=self._snapshots,
+            cpu_seconds=self._seconds,
+        )
+
+    # -- in the node's loop -------------------------------------------------------------------------------
+
+    def source(self, backend: LocalBackend) -> BlockSource | None:
+        """What the blocks of a session have in common; None if they are not published."""
+        layout = backend.layout
+        groups = [g for g in layout.groups if g.kind in (Kind.FULL, Kind.MLA)]
+        groups = groups or [g for g in layout.groups if g.required]
+        identities = [backend.identities[g.name] for g in groups]
+        first = identities[0]
+        model = first.layout, first.namespace, first.group[len(groups[0].suffix) :]
+        page = self._settings.block_tokens or layout.block_tokens
+        why = ""
+        if first.tenant not in self._tenants:
+            why = "its tenant is not named in events.tenants"
+        elif layout.block_tokens % page:
+            why = f"events.block_tokens is {page}, and its blocks of {layout.block_tokens} tokens are no multiple of it"
+        elif any((known[0], known[2]) != (model[0], model[2]) for known in self._models.values()):
+            why = "blocks of another model or trust domain are published"
+        elif self._models.setdefault(first.tenant, model) != model:
+            why = "blocks of another model are published"
+        if why:
+            self._ignored += 1
+            if why not in self._said:
+                self._said.add(why)
+                log.warning("the blocks of a session are not published: %s", why)
+            return None
+        shared = {"local": wire.DISK, "remote": wire.REMOTE, "no": 0}[self._settings.shared]
+        colds = backend.partition.colds
+        places = [(cold.number, wire.DISK if cold.number == NVME and not cold.shared else shared) for cold in colds]
+        return BlockSource(
+            backend.partition.index,
+            tuple((one.group, one.fingerprint) for one in identities),
+            layout.block_tokens,
+            page,
+            "" if first.tenant == DEFAULT_TENANT.tag else first.tenant.hex(),
+            ((DRAM, wire.CPU), *((number, place) for number, place in places if place)),
+        )
+
+    def describe(self, source: BlockSource, parent: bytes, digests: bytes, tokens: bytes) -> None:
+        """Consecutive blocks, the first of them after ``parent``, with their tokens. Does not wait."""
+        size = len(digests) + len(tokens) + _DESCRIPTION
+        if self._described_bytes - self._taken_bytes + size > _DESCRIPTIONS:
+            self._undescribed += len(digests) // 32
+            return
+        self._described_bytes += size
+        self._described.append((source, parent, digests, tokens if self.wants == 2 else b""))
+        if self._active:
+            self._wake()
+
+    # -- on any thread ------------------------------------------------------------------------------------
+
+    def _happened(self, event: Event) -> None:
+        if len(self._events) >= _WAITING:
+            self._missed = True
+        else:
+            self._events.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._awake:
+            self._awake = True
+            with contextlib.suppress(OSError):  # it is closed
+                os.eventfd_write(self._wake_fd, 1)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _no_follower() -> None:
+        pass
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._publish_socket, zmq.POLLIN)
+        if self._replay_socket is not None:
+            poller.register(self._replay_socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while not self._closed:
+            try:
+                self._step(poller)
+            except Exception:
+                log.exception("KV events could not be published; consumers are told everything again")
+                self._active = False  # begins anew with the next step
+                time.sleep(_IDLE)
+        self._unfollow()
+        if self._active:  # nothing can be loaded from here any more
+            self._emit(wire.cleared(self._clock.time(), maps=self._maps))
+
+    def _step(self, poller: zmq.Poller) -> None:
+        now = time.monotonic()
+        wait = _RETRY if self._replies else _IDLE if self._due is None else max(0.0, self._due - now)
+        ready = dict(poller.poll(int(wait * 1000) + 1))
+        now = time.monotonic()
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+            self._due = now + _GATHER if self._due is None else self._due
+        if self._publish_socket in ready:
+            self._subscriptions()
+        if self._replay_socket in ready:
+            self._requests(now)
+        wanted = bool(self._topics) or bool(self._replies) or now < self._replayed + _LINGER
+        if wanted != self._active:
+            self._switch(wanted)
+        if not self._active or self._due is None or now >= self._due or not ready:
+            self._due = None
+            self._take()
+            if self._active:
+                self._publish()
+            self._blocks.clean(self._clock.time())
+        self._send_replies()
+        self._seconds = time.thread_time()
+
+    def _switch(self, active: bool) -> None:
+        """Begin to follow the store, or stop."""
+        self._unfollow()
+        self._unfollow = self._no_follower
+        self._events.clear()
+        self._active = active
+        if active:
+            self._unfollow = self._feed.follow(self._happened)
+            self._blocks.unpublish()
+            self._fresh = True
+            self._due = None
+
+    def _subscriptions(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = self._publish_socket.recv(zmq.NOBLOCK)
+                if message[:1] == b"\1":
+                    self._topics.add(message[1:])
+                elif message[:1] == b"\0":
+                    self._topics.discard(message[1:])
+
+    def _take(self) -> None:
+        """Take what has come in the queues."""
+        self._awake = False  # first: what is added from now on wakes the thread
+        for _ in range(len(self._described)):  # not what comes meanwhile: it may never end
+            source, parent, digests, tokens = self._described.popleft()
+            self._taken_bytes += len(digests) + len(tokens) + _DESCRIPTION
+            self._blocks.describe(source, parent, [digests[i : i + 32] for i in range(0, len(digests), 32)], tokens)
+        missed, self._missed = self._missed, False
+        for _ in range(len(self._events)):
+            event = self._events.popleft()
+            if isinstance(event, EventsLost):
+                missed = True
+            else:
+                self._blocks.look_at(event.keys)
+        if missed:
+            self._blocks.look_at_all()
+
+    def _publish(self) -> None:
+        if not self._blocks.waiting and not self._fresh:
+            return
+        time_now = self._clock.time()
+        fresh, self._fresh = self._fresh, False
+        for part in [*wire.portions(self._blocks.changes(time_now))] or ([()] if fresh else []):
+            self._emit(wire.payload(time_now, part, maps=self._maps, fresh=fresh))
+            fresh = False
+            for _, before, after in part:
+                self._stored += (after & ~before).bit_count()
+                self._removed += (before & ~after).bit_count()
+
+    def _emit(self, batch: bytes) -> None:
+        number, self._next = self._next, self._next + 1
+        self._ring[number] = batch
+        self._ring_bytes += len(batch)
+        while self._ring_bytes > self._settings.buffer and len(self._ring) > 1:
+            self._ring_bytes -= len(self._ring.popitem(last=False)[1])
+        self._batches += 1
+        self._publish_socket.send_multipart([self._topic, number.to_bytes(8, "big"), batch], zmq.NOBLOCK)
+
+    # -- replays ------------------------------------------------------------------------------------------
+
+    def _requests(self, now: float) -> None:
+        assert self._replay_socket is not None
+        with contextlib.suppress(zmq.Again):
+            while True:
+                *envelope, start = self._replay_socket.recv_multipart(zmq.NOBLOCK)
+                if not envelope or len(start) != 8 or len(envelope) > 2:
+                    continue
+                if len(self._replies) >= _REPLIES and envelope[0] not in self._replies:
+                    continue  # it will ask again
+                self._replayed = now
+                self._replays += 1
+                batches = self._replay(int.from_bytes(start, "big"))
+                self._replies[envelope[0]] = _Reply(envelope, batches)
+
+    def _replay(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """The batches from a number on. Runs as far as the consumer reads."""
+        stop = self._next
+        if start in self._ring:
+            for number in range(start, stop):
+                batch = self._ring.get(number)
+                if batch is None:  # the consumer is slower than the buffer is renewed
+                    yield from self._snapshot(number)
+                    return
+                yield number, batch
+        elif start != stop:
+            yield from self._snapshot(start)
+
+    def _snapshot(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """All that is published now, for a consumer that knows the batches before ``start``."""
+        self._snapshots += 1
+        state = list(self._blocks.published())
+        room, size = max(1, self._next - start), 1
+        parts = _parts(state, size)
+        if start > self._next:  # the clock was set back: go on from where the consumer is
+            self._next = start + len(parts)
+            self._ring.clear()
+            self._ring_bytes = 0
+        while start <= self._next and len(parts) > room:
+            size *= 2
+            parts = _parts(state, size)
+        first = self._next - len(parts)
+        if first - start <= _PADDING:
+            for number in range(start, first):
+                yield number, wire.nothing(self._clock.time())
+        for number, part in enumerate(parts, first):
+            yield number, wire.payload(self._clock.time(), part, maps=self._maps, fresh=number == first)
+
+    def _send_replies(self) -> None:
+        for address, reply in list(self._replies.items()):
+            try:
+                self._send_some(reply)
+            except zmq.Again:
+                continue  # the consumer has not read yet
+            except zmq.ZMQError:  # it is gone
+                reply.ended = True
+            if reply.ended:
+                del self._replies[address]
+
+    def _send_some(self, reply: _Reply) -> None:
+        assert self._replay_socket is not None
+        for _ in range(_SENDS):
+            if reply.unsent is None:
+                found = next(reply.batches, None)
+                topic = [self._topic if found is not None else b""] if self._maps else []
+                number, batch = (found[0].to_bytes(8, "big"), found[1]) if found is not None else (_END, b"")
+                reply.unsent = [*reply.envelope, *topic, number, batch]
+            self._replay_socket.send_multipart(reply.unsent, zmq.NOBLOCK)
+            reply.ended = reply.unsent[-2] == _END
+            reply.unsent = None
+            if reply.ended:
+                return
+
+    def close(self) -> None:
+        """Tell consumers that nothing is stored here any more, and stop. May be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._awake = False
+        self._wake()
+        self._thread.join()
+        self._zmq.destroy(200)
+        os.close(self._wake_fd)
+
+
+def tenant_tag(name: str) -> bytes:
+    """The tag of a tenant, as the settings name it. Raises ConfigError."""
+    if name == "default":
+        return DEFAULT_TENANT.tag
+    try:
+        tag = bytes.fromhex(name)
+    except ValueError:
+        tag = b""
+    if len(tag) != 16:
+        raise ConfigError(f"events.tenants has {name!r}; it must be a tenant's tag, 32 hexadecimal digits")
+    return tag
+
+
+def _parts(state: list[Change], size: int) -> list[list[Change]]:
+    return [list(part) for part in wire.portions(state, size)] or [[]]
