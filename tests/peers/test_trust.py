@@ -198,6 +198,8 @@ def test_a_proof_is_worth_nothing_a_second_time(stores: Stores) -> None:
     class Recording:
         def __init__(self) -> None:
             self._connection = Tcp().connect(server.address, 5)
+            self.features = self._connection.features
+            self.agreed = self._connection.agreed
             self.close = self._connection.close
             self.receive = self._connection.receive
 

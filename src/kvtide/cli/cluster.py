@@ -198,6 +198,9 @@ def _found(status: Status, directory: BlockDirectory, prompt: dict[str, list[byt
                 "away": measured.away if measured is not None else False,
                 "bytes_per_second": measured.bytes_per_second if measured is not None else 0.0,
                 "round_trip": measured.round_trip if measured is not None else 0.0,
+                "carrier": getattr(status.store.tiers.get(measured.tier), "carrier", "")
+                if measured is not None
+                else "",
             }
         )
     numbers = {member.epoch: member.number for member in leases.left}
@@ -312,8 +315,8 @@ def _members(members: list[dict[str, Any]]) -> Table:
     from kvtide.formatting import size
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for number, column in enumerate(("member", "address", "lease", "tier here", "reads at", "round trip")):
-        table.add_column(column, justify="left" if number in (1, 3) else "right")
+    for number, column in enumerate(("member", "address", "lease", "tier here", "reads at", "round trip", "by")):
+        table.add_column(column, justify="left" if number in (1, 3, 6) else "right")
     for member in members:
         rate, seconds = member["bytes_per_second"], member["round_trip"]
         where = "this node" if member["this_node"] else member["tier"] + (", away" if member["away"] else "")
@@ -324,6 +327,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
             where or "-",
             f"{size(rate)}/s" if rate else "-",
             f"{1000 * seconds:.1f} ms" if seconds else "-",
+            member["carrier"] or "-",
         )
     return table
 

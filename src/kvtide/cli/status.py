@@ -195,7 +195,7 @@ def _tiers(now: Status) -> Table:
             if tier.failed
             else f"[yellow]{escape(name)}: away[/yellow]"
             if tier.away
-            else escape(name),
+            else escape(f"{name} {tier.carrier}".strip()),
             ProgressBar(total=tier.budget, completed=tier.bytes_used, width=20),
             share(tier.bytes_used, tier.budget),
             size(tier.budget),

@@ -56,6 +56,8 @@ class GreetedPeer:
         self._connection = caller.connection
         self.peer = caller.connection.peer
         self.encrypted = caller.connection.encrypted
+        self.features = caller.connection.features
+        self.agreed = caller.connection.agreed
         self.due = caller.connection.due
         self.begin = caller.connection.begin
         self.receive = caller.connection.receive
@@ -65,6 +67,10 @@ class GreetedPeer:
         self.close = caller.connection.close
         self.abort = caller.connection.abort
         self.forked = caller.connection.forked
+
+    @property
+    def carrier(self) -> str:
+        return self._connection.carrier
 
     def send(self, parts: Sequence[Span | bytes]) -> None:
         self._caller.heard = True

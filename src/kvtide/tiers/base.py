@@ -162,6 +162,8 @@ class TierStatistics:
     """Bytes of the allocated memory that are in huge pages, as far as that is known."""
     away: bool = False
     """Whether another node is not asked now, because it does not answer."""
+    carrier: str = ""
+    """Of another node: what moves its blocks now (TCP, TLS or NIXL); empty: it is not connected."""
 
     @property
     def failed(self) -> bool:

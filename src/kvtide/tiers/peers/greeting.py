@@ -41,7 +41,8 @@ def ask_in(
 ) -> Welcome:
     """The asker's side. Raises OSError. With an ``address``, the server must have proved that it announces that one.
     ``check`` raises for a server that proved itself and is not to be asked: that is told nothing."""
-    hello = Hello(OLDEST, NEWEST, _features(address), secrets.token_bytes(32)).pack()
+    features = _features(address) | connection.features
+    hello = Hello(OLDEST, NEWEST, features, secrets.token_bytes(32)).pack()
     connection.send([hello])
     answer = received(connection, WELCOME.size)
     welcome = Welcome.parse(answer)
@@ -54,6 +55,7 @@ def ask_in(
     if address and not welcome.features & ADDRESSED:
         raise PeerViolation(Violation.UNPROVEN)
     connection.send([proof(secret, b"asker", said)])
+    connection.agreed(welcome.features & features)
     return welcome._replace(features=welcome.features & FEATURES)
 
 
@@ -66,15 +68,15 @@ def let_in(
     hello = Hello.parse(data)
     version = min(NEWEST, hello.newest)
     good = version >= max(OLDEST, hello.oldest)
-    welcome = Welcome(
-        version if good else 0, hello.features & _features(address), secrets.token_bytes(32), node, credit
-    )
+    features = hello.features & (_features(address) | connection.features)
+    welcome = Welcome(version if good else 0, features, secrets.token_bytes(32), node, credit)
     said = data + welcome.pack()[:-PROOF] + _addressed(welcome, address)
     connection.send([welcome._replace(proof=proof(secret, b"server", said)).pack()])
     if not good:
         raise PeerViolation(Violation.VERSION)
     if not hmac.compare_digest(received(connection, PROOF), proof(secret, b"asker", said)):
         raise PeerViolation(Violation.UNPROVEN)
+    connection.agreed(features)
     return welcome.features
 
 

@@ -147,6 +147,12 @@ class PeerLink:
         return self._credit
 
     @property
+    def carrier(self) -> str:
+        """What moves the bytes; empty: it is not connected."""
+        connection = self._connection
+        return "" if connection is None else connection.carrier
+
+    @property
     def compresses(self) -> bool:
         """Whether the node can send compressed blocks, as far as is known."""
         return bool(self._features & COMPRESSION)

@@ -47,6 +47,7 @@ __all__ = [
     "LARGEST_BODY",
     "MOST_CREDIT",
     "NEWEST",
+    "NIXL",
     "OLDEST",
     "PART",
     "PROOF",
@@ -77,6 +78,9 @@ COMPRESSION, ADDRESSED = 1, 1 << 1
 at which the asker looks for the server."""
 FEATURES = ADDRESSED | (COMPRESSION if find_spec("zstandard") is not None else 0)
 """A bit for each optional extension that this side understands; both use those that both have."""
+
+NIXL = 1 << 4
+"""Large parts may go through memory that the other end reads by RDMA (nixl.py). For connections that can do it."""
 
 HELLO = struct.Struct("<8sHHI32s")
 """Magic, oldest and newest version, features, nonce."""

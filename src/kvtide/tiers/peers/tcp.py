@@ -67,6 +67,7 @@ class _Connection:
         self._server = server
         self.peer = peer
         self.encrypted = tls is not None
+        self.features = 0
         self.due = math.inf
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -76,6 +77,13 @@ class _Connection:
 
     def __repr__(self) -> str:
         return f"<connection to {self.peer}{', encrypted' if self.encrypted else ''}>"
+
+    @property
+    def carrier(self) -> str:
+        return "TLS" if self.encrypted else "TCP"
+
+    def agreed(self, features: int) -> None:
+        pass
 
     def begin(self) -> None:
         if self._tls is None:

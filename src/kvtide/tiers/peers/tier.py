@@ -200,6 +200,7 @@ class PeerTier(ReadOnlyTier):
                 failed_reads=counters.failures["read"],
                 reasons=tuple(sorted(counters.reasons.items())),
                 away=self.away and not self._availability.own,
+                carrier=", ".join(sorted({worker.link.carrier for worker in self._workers[1:]} - {""})),
             )
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The contract of a transport: ordered bytes between two nodes.
 
-TCP, TLS and what may follow (RDMA) differ in how they move bytes, not in what is said over them (protocol.py). A
+TCP, TLS and NIXL (RDMA) differ in how they move bytes, not in what is said over them (protocol.py). A
 transport is a few methods, and ``kvtide.testing.transport`` has its conformance suite.
 
 Threads: a connection is used by one thread, which calls everything but ``interrupt``. ``send`` and ``receive`` block,
@@ -34,8 +34,18 @@ class PeerConnection(Protocol):
     due: float
     """When it is to be interrupted, on the monotonic clock; infinity: never. Only its user changes it."""
 
+    features: int
+    """Bits of protocol.py: what this end can do on this connection, if the other end can too."""
+
+    @property
+    def carrier(self) -> str:
+        """What moves the bytes, for people."""
+
     def begin(self) -> None:
         """Complete the connection, before anything else: for TLS, shake hands."""
+
+    def agreed(self, features: int) -> None:
+        """Both ends have authenticated each other, and have these features. Called once, after the greeting."""
 
     def send(self, parts: Sequence[Span | bytes]) -> None:
         """Send all parts, one after the other."""

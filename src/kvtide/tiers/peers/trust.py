@@ -28,7 +28,10 @@ import ssl
 from kvtide.config import Peers, Security
 from kvtide.errors import ConfigError
 from kvtide.security.secret_file import read_secret
+from kvtide.tiers.peers.nixl import Nixl
+from kvtide.tiers.peers.nixl_process import nixl_for
 from kvtide.tiers.peers.tcp import Tcp, TlsContexts, split
+from kvtide.tiers.peers.transport import PeerTransport
 
 __all__ = ["PeerTrust", "addresses_of", "proof"]
 
@@ -80,7 +83,15 @@ class PeerTrust:
                 "peers.authority and peers.names"
             )
         names = frozenset(settings.names.replace(",", " ").split())
-        self.transport = Tcp(TlsContexts(self._client, self._server, names) if settings.certificate else None)
+        self.transport: PeerTransport = Tcp(
+            TlsContexts(self._client, self._server, names) if settings.certificate else None
+        )
+        if settings.certificate and settings.fabric == "nixl":
+            raise ConfigError(
+                'peers.fabric is "nixl" with peers.certificate, and what NIXL moves is not encrypted: set one of them'
+            )
+        if not settings.certificate and (process := nixl_for(settings.fabric)) is not None:
+            self.transport = Nixl(self.transport, process, forced=settings.fabric == "nixl")
         # Errors are reported now, and not at the first connection.
         self.secret()
         if settings.certificate:
