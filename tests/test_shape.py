@@ -129,6 +129,8 @@ def test_no_public_class_has_the_name_of_another() -> None:
 LINES, FUNCTION, ARGUMENTS = 800, 80, 8
 """What is longer is so on purpose, and stands here."""
 LONG_FILES = {
+    # one section for each part that has settings
+    "config.py",
     "transfer/pipeline.py",
     "tiers/nvme/volume.py",
     "testing/interface.py",

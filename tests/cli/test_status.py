@@ -92,7 +92,7 @@ def test_addresses_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
 
 def test_the_table_of_a_cluster_shows_any_address(capsys: pytest.CaptureFixture[str]) -> None:
     addresses = ["[fd00::8]:9411", "[/fd00::9]:9411"]
-    member = {"epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False}
+    member = {"epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False, "carrier": ""}
     member |= {"bytes_per_second": 0.0, "round_trip": 0.0}
     members = [{**member, "number": n, "address": one} for n, one in enumerate(addresses, 1)]
     directory = {"entries": 0, "bytes": 0}
