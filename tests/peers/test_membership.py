@@ -70,12 +70,16 @@ class Node:
         own = self.membership.own
         return 0 if own is None else own.number
 
-    def held(self, keys: list[BlockKey], *numbers: int) -> Callable[[], bool]:
-        """Whether each of these blocks is said to be held by exactly these members."""
+    def held(self, keys: list[BlockKey], *nodes: Node) -> Callable[[], bool]:
+        """Whether each of these blocks is said to be held by exactly these members, as they are numbered when it is
+        called: one that has not joined yet, or has joined again, has another number."""
 
         def found() -> bool:
+            numbers = {node.number for node in nodes}
             try:
-                return [set(some) for some in self.directory.holders(keys)] == [set(numbers)] * len(keys)
+                return 0 not in numbers and [set(some) for some in self.directory.holders(keys)] == [numbers] * len(
+                    keys
+                )
             except OSError:
                 return False
 
@@ -93,12 +97,12 @@ def nodes(server: ValkeyServer) -> Iterator[tuple[Node, Node]]:
 def test_stored_blocks_are_found_by_others(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     keys = a.put(1)
-    until(b.held(keys, a.number))
+    until(b.held(keys, a))
     assert b.put(1) == keys
-    until(a.held(keys, a.number, b.number))
+    until(a.held(keys, a, b))
     with a.store.session(MODEL) as session:
         session.drop(np.arange(4 * 16, dtype=np.uint32) + 100_000)
-    until(a.held(keys, b.number))
+    until(a.held(keys, b))
 
 
 def test_what_was_stored_before_joining_is_announced(server: ValkeyServer, nodes: tuple[Node, Node]) -> None:
@@ -108,7 +112,7 @@ def test_what_was_stored_before_joining_is_announced(server: ValkeyServer, nodes
         keys = late.put(7, blocks=50)
         server.resume()
         until(lambda: late.number > 0)
-        until(nodes[0].held(keys, late.number))
+        until(nodes[0].held(keys, late))
 
 
 def test_a_block_is_withdrawn_when_it_is_in_no_tier(server: ValkeyServer, tmp_path: Path) -> None:
@@ -117,15 +121,15 @@ def test_a_block_is_withdrawn_when_it_is_in_no_tier(server: ValkeyServer, tmp_pa
         node = Node(stack, server, "host7:9411", nvme=nvme)
         keys = node.put(1, blocks=8)
         assert node.store.flush()
-        until(node.held(keys, node.number))
+        until(node.held(keys, node))
         for seed in range(2, 120):  # DRAM has 2 MiB: the blocks leave it, and stay on the disk
             node.put(seed, blocks=8)
         rows = node.store.index.rows(keys)
         assert not node.store.index.state[0][rows].any()
         assert node.store.index.state[1][rows].all()
         last = node.put(500)
-        until(node.held(last, node.number))  # all events of before were handled
-        assert node.held(keys, node.number)()
+        until(node.held(last, node))  # all events of before were handled
+        assert node.held(keys, node)()
         with node.store.session(MODEL) as session:
             session.drop(np.arange(8 * 16, dtype=np.uint32) + 100_000)
         until(node.held(keys))
@@ -134,7 +138,7 @@ def test_a_block_is_withdrawn_when_it_is_in_no_tier(server: ValkeyServer, tmp_pa
 def test_evicted_blocks_are_withdrawn(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     keys = a.put(1, blocks=8)
-    until(b.held(keys, a.number))
+    until(b.held(keys, a))
     for seed in range(2, 150):
         a.put(seed, blocks=8)
     assert not a.store.index.rows(keys).any()
@@ -148,14 +152,14 @@ def test_reserved_shares_are_not_announced(server: ValkeyServer) -> None:
         node = Node(stack, server, "host7:9411", dram=memory)
         hidden, shown = node.put(1, tenant=tenant), node.put(2)
         assert node.store.partition_of(tenant.tag).index.rows(hidden).all()
-        until(node.held(shown, node.number))
+        until(node.held(shown, node))
         assert node.directory.holders(hidden) == [()] * len(hidden)
 
 
 def test_a_node_that_leaves_takes_its_entries_with_it(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     keys = a.put(1)
-    until(b.held(keys, a.number))
+    until(b.held(keys, a))
     gone = a.number
     a.announcer.close()
     a.membership.close()
@@ -173,7 +177,7 @@ def test_everything_is_published_again_after_valkey_was_away(
     """``empty``: it comes back without its data; ``late``: with its data, when all leases have ended."""
     a, b = nodes
     keys = a.put(1)
-    until(b.held(keys, a.number))
+    until(b.held(keys, a))
     epoch = a.membership.statistics().epoch
     if keep:
         server.hold()
@@ -185,7 +189,7 @@ def test_everything_is_published_again_after_valkey_was_away(
         server.resume()
     else:
         server.start()
-    until(lambda: a.number > 0 and b.held(keys + more, a.number)())
+    until(b.held(keys + more, a))
     assert a.membership.statistics().epoch > epoch
     assert a.announcer.statistics().rebuilds >= 2
 
@@ -193,14 +197,14 @@ def test_everything_is_published_again_after_valkey_was_away(
 def test_lost_events_withdraw_everything_at_once(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     keys = a.put(1)
-    until(b.held(keys, a.number))
+    until(b.held(keys, a))
     epoch = a.membership.statistics().epoch
     with a.store.index.lock:  # gone, and nobody is told
         rows = a.store.index.rows(keys[2:])
         kept = a.store.index.state[0][rows].copy()
         a.store.index.state[0][rows] = 0
     a.store.feed.publish([EventsLost(1)])
-    until(lambda: a.number > 0 and b.held(keys[:2], a.number)() and b.held(keys[2:])())
+    until(lambda: b.held(keys[:2], a)() and b.held(keys[2:])())
     assert a.membership.statistics().epoch > epoch
     a.store.index.state[0][rows] = kept
 
@@ -224,7 +228,7 @@ def test_who_serves_nobody_follows(server: ValkeyServer, nodes: tuple[Node, Node
 def test_a_forked_child_does_not_leave(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     keys = a.put(1)
-    until(b.held(keys, a.number))
+    until(b.held(keys, a))
     if not (child := os.fork()):
         try:
             a.announcer.close()
@@ -233,7 +237,7 @@ def test_a_forked_child_does_not_leave(nodes: tuple[Node, Node]) -> None:
         finally:
             os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert b.held(keys, a.number)()
+    assert b.held(keys, a)()
     assert a.membership.own in b.directory.members().values()
 
 
