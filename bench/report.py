@@ -23,7 +23,7 @@ FORMS = ROOT / "docs" / "compression.md"
 MACHINES = {
     "": "2 cores, aarch64",
     "16-cores-x86": "16 cores, x86_64",
-    "2-cores-x86": "2 cores, x86_64, with other programs",
+    "2-cores-x86": "2 cores, x86_64",
     "h200": "NVIDIA H200",
     "h200-first-token": "NVIDIA H200, vLLM and overlap",
 }
@@ -120,10 +120,6 @@ _CHECKSUMS = (
     "The thread that receives computes the checksums too, and the bare stream none. With a thread of their own, "
     "TCP reached 0.65 to 0.88 and TLS 0.74 to 0.89 there: not enough for what it adds."
 )
-_BUSY = (
-    "Other programs (a load average of 8) shared the two cores. CPU time of both sides: 3.2 ms with a million blocks, "
-    "5.2 with ten million; the fastest rounds took 2.3 and 3.1 ms."
-)
 REASONS = {
     ("", "files-load-2mib"): "Each block has 64 checksums, which hold the interpreter for almost half of the time of a "
     "raw read; with 16 cores the target is met.",
@@ -135,10 +131,6 @@ REASONS = {
     ("h200", "gpu-out-small"): "Measured when the first copy had 32 blocks; newer code reached more on another "
     "machine, with `--quick`: see the note in its table.",
     ("h200", "gpu-in-small"): "As `gpu-out-small`; there newer code missed the target too.",
-    ("2-cores-x86", "directory-locate-512-1m"): _BUSY,
-    ("2-cores-x86", "directory-locate-512-1m-absent"): _BUSY,
-    ("2-cores-x86", "directory-locate-512-10m"): _BUSY,
-    ("2-cores-x86", "directory-locate-512-10m-absent"): _BUSY,
     ("16-cores-x86", "peers-read-2mib-1-client"): _CHECKSUMS,
     ("16-cores-x86", "peers-read-2mib-4-clients"): _CHECKSUMS,
     ("16-cores-x86", "peers-read-32mib-1-client"): _CHECKSUMS,
