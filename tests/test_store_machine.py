@@ -356,8 +356,9 @@ class Machine(RuleBasedStateMachine):
         assert self.store.pipeline.largest_slice <= work_slices.SLICE, "too much was removed in one hold of the lock"
         dram = self.store.dram.statistics()
         assert dram.bytes_taken <= dram.budget == self.config.dram.budget
-        pinned = sorted(key for key in self.pinned if self.allowed(key))
-        found = self.present(pinned)
+        # What has expired is pinned no more, also if it is stored again: for that there may be no slot.
+        self.pinned = {key for key in self.pinned if self.allowed(key)}
+        found = self.present(sorted(self.pinned))
         assert all(found), "a pinned block has left memory"
         assert tier_bytes(self.folder / "tier") <= self.config.nvme.budget
 
