@@ -219,6 +219,10 @@ def test_llm_d_looks_for_streams_where_they_are_and_in_the_node_s_blocks() -> No
         assert topic.split("@")[2:] == [plugins["token-producer"]["modelName"]], "it splits the topic at each @"
     assert engine["topic"] == f"kv@$(POD_IP):{vllm['ports'][0]['containerPort']}@{NAME}"
     assert vllm["env"] == [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    replays = forwarders(found)["replay"]["ports"][0]["containerPort"]
+    assert replays not in range(ports["node-blocks"], ports["node-blocks"] + 32), (
+        "there llm-d looks for events of ranks"
+    )
     media = {medium.lower() for medium, _ in wire._NAMES.values()}
     assert {one["name"] for one in plugins["node-blocks"]["indexerConfig"]["kvCacheBackendConfigs"]} == media
 
@@ -314,6 +318,20 @@ apart = pytest.mark.skipif(
     shutil.which("unshare") is None or subprocess.run([*OWN, "true"], capture_output=True).returncode != 0,
     reason="this system lets nobody make namespaces",
 )
+
+
+def test_an_engine_is_registered_at_dynamo_with_the_ports_of_its_forwarders() -> None:
+    found = chart("dynamo")
+    made, worker = forwarders(found), json.loads((ROUTERS / "dynamo-worker.json").read_text())
+    events, replay = (f"tcp://ENGINE:{made[name]['ports'][0]['containerPort']}" for name in ("events", "replay"))
+    assert (worker["kv_events_endpoints"], worker["replay_endpoint"]) == ({"0": events}, replay)
+    assert worker["block_size"] == tomllib.loads(settings(found))["events"]["block_tokens"]
+    vllm, *_ = found["Deployment", "kvtide-vllm"]["spec"]["template"]["spec"]["containers"]
+    assert worker["endpoint"] == f"http://ENGINE:{vllm['ports'][0]['containerPort']}"
+    assert worker["model_name"] == vllm["command"][-1]
+    page = PAGE.read_text()
+    assert events.replace("ENGINE", "10.0.0.7") in page
+    assert replay.replace("ENGINE", "10.0.0.7") in page
 
 
 class TestDynamo:
