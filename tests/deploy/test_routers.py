@@ -387,8 +387,13 @@ class TestDynamo:
 
     def test_the_frontend_has_the_options_of_the_page(self, tmp_path: Path) -> None:
         """It downloads the package of Dynamo's frontend."""
-        wanted = f"ai-dynamo=={ENVIRONMENTS['dynamo'].version}"
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), wanted]
+        wanted = [
+            f"ai-dynamo=={ENVIRONMENTS['dynamo'].version}",
+            "msgspec",
+            "packaging",
+            "pyyaml",
+        ]  # of all it asks for
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), *wanted]
         subprocess.run(pip, check=True)
         (line,) = [
             line
