@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -334,56 +335,64 @@ def test_an_engine_is_registered_at_dynamo_with_the_ports_of_its_forwarders() ->
     assert replay.replace("ENGINE", "10.0.0.7") in page
 
 
+def asked(command: list[str], environment: dict[str, str], nodes: list[Container]) -> str:
+    """What a program prints. Meanwhile the nodes are given new prompts: Dynamo asks for what it missed, for example
+    while it connected, when it is told of a change."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for number in count(100):
+            try:
+                printed, errors = process.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                for node in nodes:
+                    store(node, prompt(number))
+    assert process.returncode == 0, errors
+    return printed
+
+
 class TestDynamo:
     pytestmark = dynamo
 
     @apart
     def test_the_selection_service_chooses_the_engine_whose_node_has_the_prompt(self) -> None:
-        (container,) = parts((ROUTERS / "dynamo.yaml").read_text())["Deployment", "dynamo-select"]["spec"]["template"][
+        (service,) = parts((ROUTERS / "dynamo.yaml").read_text())["Deployment", "dynamo-select"]["spec"]["template"][
             "spec"
         ]["containers"]
-        python, *command = container["command"]
+        python, *command = service["command"]
         assert python == "python"
-        weights = [one["name"] for one in container["env"]]
+        weights = [one["name"] for one in service["env"]]
         assert len(weights) == 2
         text, ports = (ROUTERS / "dynamo-worker.json").read_text(), forwarders(chart("dynamo"))
         prompts = [prompt(1, 2, 3), prompt(4, 5)]
         given: dict[str, Any] = {
             "command": command,
-            "service": f"http://127.0.0.1:{container['ports'][0]['containerPort']}",
+            "service": f"http://127.0.0.1:{service['ports'][0]['containerPort']}",
             "forwarders": [],
             "workers": [],
             "requests": [{"model_name": NAME, "token_ids": tokens} for tokens in reversed(prompts)],
         }
+        nodes: list[Container] = []
         with ExitStack() as stack:
             for number, tokens in enumerate(prompts, 1):
                 made = stack.enter_context(publishing("dynamo"))
+                nodes.append(made)
                 store(made, tokens)
                 engine = f"127.0.0.{number}"
                 given["workers"].append(json.loads(text.replace("ENGINE", engine)) | {"worker_id": number})
                 for one in ports.values():
                     path = one["command"][2].removeprefix("UNIX-CONNECT:")
                     given["forwarders"].append([engine, one["ports"][0]["containerPort"], made.here(path)])
-            ended = subprocess.run(
-                [
-                    *OWN,
-                    str(interpreter("dynamo")),
-                    str(Path(__file__).parent / "selection_worker.py"),
-                    json.dumps(given),
-                ],
-                env={**os.environ, **dict(zip(weights, ("0.5", "0.125"), strict=True))},
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-        assert ended.returncode == 0, ended.stderr
-        for answer, number in zip(json.loads(ended.stdout), (2, 1), strict=True):
-            tokens = len(prompts[number - 1])
+            environment = {**os.environ, **dict(zip(weights, ("0.5", "0.125"), strict=True))}
+            answers = asked([*OWN, str(interpreter("dynamo")), str(WORKER), json.dumps(given)], environment, nodes)
+        for answer, number in zip(json.loads(answers), (2, 1), strict=True):
+            length = len(prompts[number - 1])
             assert answer["worker_id"] == number
             assert answer["endpoint"] == f"http://127.0.0.{number}:8000"
             assert answer["overlap"]["gpu"] == 0
-            assert answer["overlap"]["cpu"] == answer["overlap"]["disk"] == tokens
-            assert answer["effective_prefill_tokens"] == tokens / 2, "half of a block in memory counts as there"
+            assert answer["overlap"]["cpu"] == answer["overlap"]["disk"] == length
+            assert answer["effective_prefill_tokens"] == length / 2, "half of a block in memory counts as there"
 
     def test_the_frontend_has_the_options_of_the_page(self, tmp_path: Path) -> None:
         """It downloads the package of Dynamo's frontend."""
