@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -345,19 +346,22 @@ class Mooncake:
         The master sends all its keys, also those of others.
         """
         end = time.monotonic() + timeout
-        wanted = (self._prefix + prefix).encode()
-        lines = self._client.fetch("/get_all_keys", timeout).split()
-        keys = [line.decode() for line in lines if line.startswith(wanted)]
+        # Others may have keys that cannot be in a URL, or are no text.
+        wanted = re.compile(re.escape(self._prefix + prefix).encode() + rb"[\w.-]*")
+        lines = self._client.fetch("/get_all_keys", timeout).split(b"\n")
+        keys = [line.decode() for line in lines if wanted.fullmatch(line)]
         for i in range(0, len(keys), _TOGETHER):
             some = keys[i : i + _TOGETHER]
             text = self._client.fetch(f"/batch_query_keys?keys={','.join(some)}", max(0.1, end - time.monotonic()))
-            found = json.loads(text).get("data", {})
-            for key in some:
-                nbytes = _listed_size(found.get(key) or {})
+            try:
+                found = json.loads(text)["data"]
+                sizes = {key: _listed_size(found[key]) for key in some}
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
+                raise OSError(errno.EIO, "the HTTP server of the Mooncake master does not answer as expected") from e
+            for key, nbytes in sizes.items():
                 if nbytes is not None:
-                    if nbytes == len(_EMPTY) and self._is_empty(key, timeout):
-                        nbytes = 0
-                    yield key[len(self._prefix) :], nbytes, 0.0
+                    empty = nbytes == len(_EMPTY) and self._is_empty(key, timeout)
+                    yield key[len(self._prefix) :], 0 if empty else nbytes, 0.0
 
 
 def _address(span: Span) -> int:
