@@ -297,6 +297,8 @@ class MooncakeClient:
                 self.fetch("/health", _PROBE)
                 fresh = opened or self._open()
             except Exception as e:  # noqa: BLE001 - whatever the library raises: the thread must go on
+                if self._closed:
+                    return  # ``close`` has ended the trial
                 self._report(e)
                 with self._changed:
                     self._why = e if isinstance(e, OSError) else OSError(errno.EIO, f"Mooncake: {e}")
