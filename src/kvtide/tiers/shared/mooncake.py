@@ -102,8 +102,8 @@ class Mooncake:
     def _read(self, batch: Sequence[tuple[str, Sequence[Span], int]], timeout: float) -> list[int]:
         end = time.monotonic() + timeout
         keys = [self._prefix + name for name, _, _ in batch]
-        sizes = self._likely_sizes(keys, [(0 if offset else sum(map(len, spans))) for _, spans, offset in batch])
-        sizes |= self._sizes([key for key in dict.fromkeys(keys) if key not in sizes], timeout)
+        likely = self._likely_sizes(keys, [(0 if offset else sum(map(len, spans))) for _, spans, offset in batch])
+        sizes = likely | self._sizes([key for key in dict.fromkeys(keys) if key not in likely], timeout)
         counts = [0] * len(batch)
         whole: list[_Part] = []
         some: list[_Part] = []
@@ -121,8 +121,9 @@ class Mooncake:
             for parts in _apart(several):
                 codes = call(parts, end - time.monotonic())
                 for part, code in zip(parts, codes, strict=True):
-                    if code in _OTHER_SIZE and self._known.pop(part.key, None) is not None:
-                        # It was removed and stored again: ask for its size. Nothing was read.
+                    if code in _OTHER_SIZE and part.key in likely:
+                        # It may have been removed and stored again: ask for its size. Nothing was read.
+                        self._known.pop(part.key, None)
                         name, spans, offset = batch[part.number]
                         counts[part.number] = self._read([(name, spans, offset)], end - time.monotonic())[0]
                         continue
