@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import os
 import re
 import threading
 import time
@@ -70,7 +71,7 @@ class _Part(NamedTuple):
 
 class Mooncake:
     """The objects of the Mooncake Store at ``url`` whose keys begin with ``folder``; see ``parse_address``. At most
-    ``transfers`` of them move at a time, and one large one.
+    ``transfers`` of them move at a time, one for each two cores of this process, and one large one.
 
     Raises ConfigError if Mooncake's client cannot be loaded. The master is reached when it can be. Thread-safe.
     """
@@ -78,9 +79,9 @@ class Mooncake:
     def __init__(self, url: str, *, folder: str = "kvtide", transfers: int = 2) -> None:
         self._prefix = f"{folder}:"
         self._client = MooncakeClient(parse_address(url))
-        self._transfers = threading.Semaphore(transfers)
+        self._transfers = threading.Semaphore(max(1, min(transfers, len(os.sched_getaffinity(0)) // 2)))
         """Held while bytes move: the library polls meanwhile, and calls that wait beside each other on all cores are
-        slower together than one after the other."""
+        slower together than one after the other, because the thread that moves the bytes gets none."""
         self._large = threading.Lock()
         """Held instead while a large object moves: two of these are slower together."""
         self._known: dict[str, int] = {}
