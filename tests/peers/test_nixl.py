@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -21,6 +22,7 @@ from kvtide.node.client.client import Client
 from kvtide.testing.blocks import aligned
 from kvtide.testing.interface import SIZE, data, length, prompt, until
 from kvtide.testing.servers import free_ports
+from kvtide.tiers.peers import nixl
 from kvtide.tiers.peers.nixl import Nixl
 from kvtide.tiers.peers.nixl_process import CHUNK, NixlOffer, NixlProcess
 from kvtide.tiers.peers.protocol import NIXL, PeerViolation
@@ -192,7 +194,9 @@ def test_an_offer_that_lies_ends_its_connection_alone(agents: TwoAgents, lie: st
         assert agents.processes[0].offer() is own, "its agent is as it was"
 
 
-def test_an_address_where_nixl_failed_is_used_by_tcp(agents: TwoAgents) -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_an_address_where_nixl_failed_is_used_by_tcp(agents: TwoAgents, late: bool) -> None:
+    """Not one where a read was interrupted before its deadline: it was not wanted any more."""
     with ExitStack() as stack:
         listener = stack.enter_context(closing(agents.serves.listen("127.0.0.1:0")))
         one = stack.enter_context(closing(agents.asks.connect(listener.address, 30)))
@@ -208,13 +212,72 @@ def test_an_address_where_nixl_failed_is_used_by_tcp(agents: TwoAgents) -> None:
                 other.send([bytes(1 << 20)])
                 with pytest.raises(TimeoutError):
                     got.result(0.2)
+                one.due = time.monotonic() + (0 if late else 60)
                 one.interrupt()
                 with pytest.raises(OSError, match=r".+"):
                     got.result(30)
             finally:
                 os.kill(agents.processes[1].pid, signal.SIGCONT)
         again = stack.enter_context(closing(agents.asks.connect(listener.address, 30)))
-        assert again.features == 0
+        assert again.features == (0 if late else NIXL)
+
+
+def test_a_chunk_is_not_awaited_for_ever_by_an_end_without_a_deadline(
+    agents: TwoAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a server that waits for a request."""
+    monkeypatch.setattr(nixl, "_LONGEST", 0.2)
+    with ExitStack() as stack:
+        ends = Ends(agents, stack)
+        os.kill(agents.processes[1].pid, signal.SIGSTOP)
+        try:
+            ends.frame(2, 1 << 20, 0)
+            with ThreadPoolExecutor(1) as pool:
+                received = pool.submit(ends.asks.receive, [aligned(1 << 20)])
+                try:
+                    with pytest.raises(TimeoutError, match="timed out"):
+                        received.result(30)
+                finally:
+                    ends.asks.interrupt()
+        finally:
+            os.kill(agents.processes[1].pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("harm", ["interrupted", "its process ended"])
+def test_what_is_left_of_a_chunk_is_not_taken_from_another_transfer(agents: TwoAgents, harm: str) -> None:
+    with ExitStack() as stack:
+        ends, other = Ends(agents, stack), Ends(agents, stack)
+        said = bytes(1 << 20)
+        agents.processes[1].at(0, len(said))[:] = said
+        ends.frame(2, len(said), 0)
+        got = aligned(1 << 20)
+        ends.asks.receive([got[:4096]])
+        if harm == "interrupted":
+            ends.asks.interrupt()
+        else:
+            os.kill(agents.processes[0].pid, signal.SIGKILL)
+            until(lambda: agents.processes[0].offer() is None)
+            agents.processes[0].start()
+            other = Ends(agents, stack)
+        assert other.good(agents)  # in the same chunk
+        with pytest.raises(OSError, match=r".+"):
+            ends.asks.receive([got[4096:8192]])
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_bytes_that_nobody_asked_for_take_no_memory(agents: TwoAgents, started: bool) -> None:
+    """They come while this end waits until its chunk was read."""
+    with ExitStack() as stack:
+        ends = Ends(agents, stack)
+        ends.frame(1, 1 << 28 if started else 2 << 20, 0)
+        if started:
+            ends.says.send([b"x"])
+            ends.asks.receive([aligned(1)])
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        with pytest.raises(OSError, match="does not receive"):
+            ends.asks.send([memoryview(bytes(CHUNK))] * 5)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
 
 
 def test_memory_of_a_transfer_that_was_given_up_is_not_used_again() -> None:

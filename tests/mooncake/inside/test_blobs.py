@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +15,7 @@ from kvtide.testing.blobs import TIME, BlobsContract, names, value
 from kvtide.testing.blocks import aligned
 from kvtide.tiers.shared.blobs import Blobs
 from kvtide.tiers.shared.mooncake import Mooncake
-from tests.mooncake.servers import MooncakeMaster
+from tests.mooncake.servers import Holder, MooncakeMaster
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +55,38 @@ def test_a_blob_that_another_client_replaced_by_one_of_another_size(opened: Moon
             assert opened.read([(name, [aligned(300_000)])], TIME) == [-1]
     finally:
         other.close()
+
+
+def test_bytes_that_went_with_their_holder_are_an_error_at_once(tmp_path: Path) -> None:
+    """The master does not know yet that it has ended."""
+    (name,) = names(1)
+    with (
+        MooncakeMaster(tmp_path, "--client_ttl=600") as server,
+        Holder(server, 64 << 20) as holder,
+        closing(Mooncake(server.url)) as blobs,
+    ):
+        blobs.write([(name, [value(name, 100_000)])], TIME)
+        holder.kill()
+        for _ in range(2):  # with and without its size
+            with pytest.raises(OSError, match="is gone"):
+                blobs.read([(name, [aligned(100_000)])], TIME)
+
+
+def test_calls_that_poll_leave_a_core_for_the_bytes(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    under_way: list[int] = []
+    most: list[int] = []
+    call = Mooncake._call
+
+    def counting(self: Mooncake, timeout: float, do: Callable[[Any], Sequence[int]]) -> list[int]:
+        under_way.append(0)
+        most.append(len(under_way))
+        try:
+            return call(self, timeout, do)
+        finally:
+            under_way.pop()
+
+    monkeypatch.setattr(Mooncake, "_call", counting)
+    with closing(Mooncake(master.url, transfers=8)) as blobs, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: blobs.write([(name, [value(name, 2 << 20)])], TIME), names(32)))
+    assert max(most) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -111,6 +112,44 @@ def test_a_node_that_starts_before_the_master(tmp_path: Path) -> None:
 
         until(lambda: _stored(storage, path))
         until(lambda: length(session, path) == SIZE)  # in the store that was there before
+
+
+def test_this_process_goes_on_while_a_master_does_not_answer_at_its_port(master: MooncakeMaster) -> None:
+    """Its HTTP server answers. Mooncake's ``setup`` would stop all threads until its request has failed."""
+    lived: list[bool] = []
+    with socket.create_server(("127.0.0.1", 0)) as port:
+
+        def answer_nothing() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = port.accept()
+                    with connection:
+                        connection.recv(1)
+                        connection.setblocking(False)
+                        lived.append(_is_open(connection))
+
+        thread = threading.Thread(target=answer_nothing)
+        thread.start()
+        url = master.url.replace(str(master.port), str(port.getsockname()[1]))
+        with closing(Mooncake(url)) as blobs:
+            until(lambda: bool(lived))
+            with pytest.raises(OSError, match="rpc_port"):
+                blobs.find(["a"], 30)
+        port.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert all(lived), "this process ran only when the request was given up"
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the other end has not closed it."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
 
 
 def test_settings_that_mooncake_cannot_keep_are_told(master: MooncakeMaster) -> None:

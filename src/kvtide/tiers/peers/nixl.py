@@ -23,6 +23,7 @@ import errno
 import logging
 import math
 import os
+import select
 import socket
 import struct
 import time
@@ -52,6 +53,8 @@ _AHEAD = 4
 """Chunks that the other end has not read yet, of a connection."""
 _EARLY = 1 << 20
 """Bytes that may come while this end waits until a chunk was read."""
+_LONGEST = 30.0
+"""Seconds for reading a chunk, whatever the deadline: while a server waits for a request it has none."""
 _REST = 60.0
 """Seconds for which an address is used by TCP after NIXL failed there."""
 
@@ -157,31 +160,22 @@ class NixlConnection:
     def _hear(self) -> None:
         """Receive what comes next, and keep it unless it says that a chunk was read."""
         if self._coming:  # the rest of a frame
-            rest = memoryview(bytearray(self._coming))
-            self._keep(_BYTES, 0, rest)
-            self._coming = 0
-            self._tcp.receive([rest])
-            return
-        kind, nbytes, offset = self._next()
-        if kind == _READ:
-            return
-        data = memoryview(bytearray(nbytes if kind == _BYTES and nbytes <= _EARLY else 0))
-        self._keep(kind, nbytes, data, offset)
+            kind, nbytes, offset, self._coming = _BYTES, self._coming, 0, 0
+        else:
+            kind, nbytes, offset = self._next()
+            if kind == _READ:
+                return
+        size = nbytes if kind == _BYTES else 0
+        if len(self._early) == _EARLY >> 10 or size + sum(len(one[3]) for one in self._early) > _EARLY:
+            raise OSError(errno.ENOBUFS, "the other end sends, and does not receive")
+        data = memoryview(bytearray(size))
         self._tcp.receive([data])
+        self._early.append((kind, nbytes, offset, data))
 
     def _hear_of_reads(self) -> None:
         """Receive what is there already, if it may say that chunks were read."""
         while self._sent and not self._sending and not self._coming and self._tcp.ended():
             self._hear()
-
-    def _keep(self, kind: int, nbytes: int, data: Span, offset: int = 0) -> None:
-        self._early.append((kind, nbytes or len(data), offset, data))
-        if (
-            len(self._early) > _EARLY >> 10
-            or sum(len(one[3]) for one in self._early) > _EARLY
-            or nbytes > max(_EARLY, CHUNK)
-        ):
-            raise OSError(errno.ENOBUFS, "the other end sends, and does not receive")
 
     # -- receiving ----------------------------------------------------------------------------------------
 
@@ -196,6 +190,8 @@ class NixlConnection:
                 for part in some:
                     _copy(part, self._left[: len(part)])
                     self._left = self._left[len(part) :]
+                if self._held:
+                    self._check_held()
                 if not self._left:
                     self._let_go()
             elif self._coming:
@@ -244,7 +240,8 @@ class NixlConnection:
             if len(answer) != ANSWER.size:
                 raise ConnectionResetError(errno.ECONNRESET, "NIXL could not read what the other end sent")
         except OSError:
-            self._failed()
+            if not self._interrupted or time.monotonic() >= self.due:  # else it was not wanted any more
+                self._failed()
             raise
         self._held = True
         return self._process.at(ANSWER.unpack(answer)[0], nbytes)
@@ -254,9 +251,18 @@ class NixlConnection:
             theirs = self._theirs
             assert theirs is not None
             self._channel = self._process.channel(theirs)
+            self._channel.settimeout(_LONGEST)
         if self._interrupted:  # it may have been before there was a channel to interrupt
             raise ConnectionAbortedError(errno.ECONNABORTED, "the connection was interrupted")
         return self._channel
+
+    def _check_held(self) -> None:
+        """Raises OSError if the chunk that is held may be used by another transfer: if the channel has ended."""
+        assert self._channel is not None
+        ended = select.poll()
+        ended.register(self._channel, select.POLLIN)
+        if ended.poll(0):
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the connection was interrupted, or NIXL has ended")
 
     def _let_go(self) -> None:
         if self._held and self._channel is not None:

@@ -17,7 +17,8 @@ Both are sequenced packets:
 The memory is shared with the node. Its first half is the node's, for others to read; the other half is cut into the
 chunks of this process. A chunk is given out again only when its transfer was completed. One whose transfer failed is
 not used again, because an error may be reported while parts of it are still under way. When half of them are lost this
-process ends, and the node may start another."""
+process ends, and the node may start another. It also ends when a call of the library does not return: else it would
+answer nobody, and outlive its node."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ import math
 import mmap
 import os
 import selectors
+import signal
 import socket
 import struct
 import sys
@@ -50,6 +52,8 @@ LARGEST_METADATA = 16 << 10
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 _GIVEN_UP = 2.0
 """Seconds after which a transfer whose channel was closed counts as lost."""
+_HANGS = 10
+"""Seconds after which a call of the library counts as one that does not return."""
 _LOOK = 1.0
 """Seconds after which it looks whether its parent is still there."""
 
@@ -115,7 +119,10 @@ class _Helper:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._control.send(READY.pack(b"R", self._base) + self._metadata)
         parent, pause = os.getppid(), _FIRST_PAUSE
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also while the library holds the GIL
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         while os.getppid() == parent:
+            signal.alarm(_HANGS)
             for key, _ in self._selector.select(0 if self._transfers else _LOOK):
                 if key.data is None:
                     self._accept()
@@ -129,6 +136,8 @@ class _Helper:
         data, descriptors, *_ = socket.recv_fds(self._control, OTHER.size + LARGEST_METADATA, 1)
         if not data:
             os._exit(0)  # the node is gone
+        if not descriptors:  # this process has too many
+            return
         sock = socket.socket(fileno=descriptors[0])
         base, nbytes = OTHER.unpack_from(data)
         try:

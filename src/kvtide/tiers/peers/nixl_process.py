@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import mmap
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -34,6 +33,12 @@ _COUNT = 8
 """Chunks for what is sent, and as many for what is received."""
 _SOON = 30.0
 """Seconds that the process may take to start, and after which one that has ended is replaced."""
+_VARIABLES = (
+    *("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "MLX", "IBV_", "RDMAV_", "LD_", "GLIBC_", "PYTHON"),
+    *("PATH", "HOME", "TMPDIR", "LANG", "LC_"),
+)
+"""How the environment variables begin that the process gets. Not all: others may read its memory, and there may be
+secrets among them."""
 _DEVICES = Path("/sys/class/infiniband")
 _ONLY_RDMA = "ib,sm,self"
 """The transports of UCX that are used if nothing else is asked for. Not TCP: it would listen on all networks."""
@@ -54,6 +59,7 @@ class NixlProcess:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """``environment``: variables for the process alone."""
         self._environment = dict(environment or {})
+        self._origin = forks.here
         self._lock = threading.Lock()
         self._offer: NixlOffer | None = None
         self._control: socket.socket | None = None
@@ -135,11 +141,13 @@ class NixlProcess:
                 stdout=subprocess.DEVNULL,  # NIXL and UCX write there
                 stderr=subprocess.DEVNULL,
                 pass_fds=passed,
-                env={**os.environ, **self._environment},
+                env={k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)} | self._environment,
             )
-        if not select.select([control], [], [], _SOON)[0]:
-            raise TimeoutError(errno.ETIMEDOUT, "NIXL does not start")
-        answer = control.recv(READY.size + LARGEST_METADATA)
+        control.settimeout(_SOON)
+        try:
+            answer = control.recv(READY.size + LARGEST_METADATA)
+        except TimeoutError:
+            raise TimeoutError(errno.ETIMEDOUT, "NIXL does not start") from None
         if len(answer) < READY.size:
             raise OSError(errno.EIO, "the process with NIXL ended while it started")
         kind, base = READY.unpack_from(answer)
@@ -191,6 +199,8 @@ class NixlProcess:
 
     def close(self) -> None:
         """May be repeated."""
+        if self._origin is not forks.here:
+            return  # it belongs to the parent process
         self._closed = True
         if (process := self._process) is not None:
             process.kill()  # one that starts ends the wait for it

@@ -26,6 +26,8 @@ import contextlib
 import ctypes
 import errno
 import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +71,7 @@ class _Part(NamedTuple):
 
 class Mooncake:
     """The objects of the Mooncake Store at ``url`` whose keys begin with ``folder``; see ``parse_address``. At most
-    ``transfers`` of them move at a time, and one large one.
+    ``transfers`` of them move at a time, one for each two cores of this process, and one large one.
 
     Raises ConfigError if Mooncake's client cannot be loaded. The master is reached when it can be. Thread-safe.
     """
@@ -77,9 +79,9 @@ class Mooncake:
     def __init__(self, url: str, *, folder: str = "kvtide", transfers: int = 2) -> None:
         self._prefix = f"{folder}:"
         self._client = MooncakeClient(parse_address(url))
-        self._transfers = threading.Semaphore(transfers)
+        self._transfers = threading.Semaphore(max(1, min(transfers, len(os.sched_getaffinity(0)) // 2)))
         """Held while bytes move: the library polls meanwhile, and calls that wait beside each other on all cores are
-        slower together than one after the other."""
+        slower together than one after the other, because the thread that moves the bytes gets none."""
         self._large = threading.Lock()
         """Held instead while a large object moves: two of these are slower together."""
         self._known: dict[str, int] = {}
@@ -101,8 +103,8 @@ class Mooncake:
     def _read(self, batch: Sequence[tuple[str, Sequence[Span], int]], timeout: float) -> list[int]:
         end = time.monotonic() + timeout
         keys = [self._prefix + name for name, _, _ in batch]
-        sizes = self._likely_sizes(keys, [(0 if offset else sum(map(len, spans))) for _, spans, offset in batch])
-        sizes |= self._sizes([key for key in dict.fromkeys(keys) if key not in sizes], timeout)
+        likely = self._likely_sizes(keys, [(0 if offset else sum(map(len, spans))) for _, spans, offset in batch])
+        sizes = likely | self._sizes([key for key in dict.fromkeys(keys) if key not in likely], timeout)
         counts = [0] * len(batch)
         whole: list[_Part] = []
         some: list[_Part] = []
@@ -120,8 +122,9 @@ class Mooncake:
             for parts in _apart(several):
                 codes = call(parts, end - time.monotonic())
                 for part, code in zip(parts, codes, strict=True):
-                    if code in _OTHER_SIZE and self._known.pop(part.key, None) is not None:
-                        # It was removed and stored again: ask for its size. Nothing was read.
+                    if code in _OTHER_SIZE and part.key in likely:
+                        # It may have been removed and stored again: ask for its size. Nothing was read.
+                        self._known.pop(part.key, None)
                         name, spans, offset = batch[part.number]
                         counts[part.number] = self._read([(name, spans, offset)], end - time.monotonic())[0]
                         continue
@@ -345,19 +348,22 @@ class Mooncake:
         The master sends all its keys, also those of others.
         """
         end = time.monotonic() + timeout
-        wanted = (self._prefix + prefix).encode()
-        lines = self._client.fetch("/get_all_keys", timeout).split()
-        keys = [line.decode() for line in lines if line.startswith(wanted)]
+        # Others may have keys that cannot be in a URL, or are no text.
+        wanted = re.compile(re.escape(self._prefix + prefix).encode() + rb"[\w.-]*")
+        lines = self._client.fetch("/get_all_keys", timeout).split(b"\n")
+        keys = [line.decode() for line in lines if wanted.fullmatch(line)]
         for i in range(0, len(keys), _TOGETHER):
             some = keys[i : i + _TOGETHER]
             text = self._client.fetch(f"/batch_query_keys?keys={','.join(some)}", max(0.1, end - time.monotonic()))
-            found = json.loads(text).get("data", {})
-            for key in some:
-                nbytes = _listed_size(found.get(key) or {})
+            try:
+                found = json.loads(text)["data"]
+                sizes = {key: _listed_size(found[key]) for key in some}
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
+                raise OSError(errno.EIO, "the HTTP server of the Mooncake master does not answer as expected") from e
+            for key, nbytes in sizes.items():
                 if nbytes is not None:
-                    if nbytes == len(_EMPTY) and self._is_empty(key, timeout):
-                        nbytes = 0
-                    yield key[len(self._prefix) :], nbytes, 0.0
+                    empty = nbytes == len(_EMPTY) and self._is_empty(key, timeout)
+                    yield key[len(self._prefix) :], 0 if empty else nbytes, 0.0
 
 
 def _address(span: Span) -> int:

@@ -4,8 +4,9 @@ The library is C++ with about twenty threads of its own. What it does not do wel
 here:
 
 - *Opening and closing hold the GIL*, while the master is asked. So the master is asked over HTTP first, with a
-  deadline, and ``setup`` is called only when it answers. The library's own deadline for a request is set to some
-  seconds, unless the environment has one: its default is 30 s.
+  deadline. That its HTTP server answers does not mean that its RPC port does: it may be another port, or behind a
+  firewall. So another process opens a client next, and ``setup`` is called here only when that could. The library's
+  own deadline for a request is set to some seconds, unless the environment has one: its default is 30 s.
 - *A master that does not answer.* Each call would wait for that deadline. So after a call that could not reach the
   master, no other is made until the master's HTTP server answers; it is asked with growing pauses. The library itself
   recovers from a restarted master. A client that fails again and again although the master answers is opened anew.
@@ -31,6 +32,8 @@ import logging
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -82,6 +85,14 @@ _GIVEN_UP = 50.0
 """Seconds after which a failed transfer may be one that the library gave up (after 60 s) but did not end."""
 _PROBE = 2.0
 """Seconds for a question to the master's HTTP server."""
+_OPENING = 30.0
+"""Seconds for another process to open a client."""
+_OPEN = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+own, metadata, master = sys.argv[1:]
+os._exit(1 if MooncakeDistributedStore().setup(own, metadata, 0, 0, "tcp", "", master) else 0)
+"""
 _PAUSES = 0.25, 10.0
 """The first and the longest pause between attempts to reach the master."""
 _FAILURES = 3
@@ -163,6 +174,8 @@ class MooncakeClient:
         self._tried = self._doubted = self._closed = self._exits = self._told = False
         self._failures = 0
         """Calls in a row that could not reach the master."""
+        self._trial: subprocess.Popen[bytes] | None = None
+        """The process that opens a client, to see whether that can be done."""
         self._thread = threading.Thread(target=self._run, name="kvtide-mooncake", daemon=True)
         atexit.register(self._exit)
         try:
@@ -241,8 +254,10 @@ class MooncakeClient:
         with self._changed:
             mine, opened.closing = not opened.closing, True
         if mine:
-            opened.store.close()
-            opened.closed.set()
+            try:
+                opened.store.close()
+            finally:
+                opened.closed.set()
         opened.closed.wait()
 
     def fetch(self, path: str, timeout: float) -> bytes:
@@ -251,12 +266,12 @@ class MooncakeClient:
         connection = http.client.HTTPConnection(self.address.admin_host, self.address.admin_port, timeout=timeout)
         try:
             connection.request("GET", path)
-            answer = connection.getresponse()
             parts = []
-            while part := answer.read(1 << 20):
-                parts.append(part)
-                if time.monotonic() > end:
-                    raise TimeoutError(*_CODES[_TIMED_OUT])
+            with connection.getresponse() as answer:
+                while part := answer.read1(1 << 20):  # ``read`` would wait for all of them, and ``timeout`` for each
+                    parts.append(part)
+                    if time.monotonic() > end:
+                        raise TimeoutError(*_CODES[_TIMED_OUT])
             if answer.status != 200:
                 raise OSError(errno.EIO, f"the HTTP server of the Mooncake master answered {answer.status}")
             return b"".join(parts)
@@ -282,6 +297,8 @@ class MooncakeClient:
                 self.fetch("/health", _PROBE)
                 fresh = opened or self._open()
             except Exception as e:  # noqa: BLE001 - whatever the library raises: the thread must go on
+                if self._closed:
+                    return  # ``close`` has ended the trial
                 self._report(e)
                 with self._changed:
                     self._why = e if isinstance(e, OSError) else OSError(errno.EIO, f"Mooncake: {e}")
@@ -305,19 +322,34 @@ class MooncakeClient:
     def _open(self) -> OpenedStore:
         address = self.address
         own = address.own or _own_address(address.host, address.port)
+        master = f"{address.host}:{address.port}"
+        failure = OSError(
+            errno.EIO,
+            f"Mooncake's client cannot be opened: is {master} the rpc_port of a master of the same version, and is "
+            "there memory for the segment? MC_LOG_LEVEL=INFO shows what it does",
+        )
+        if not self._opens_elsewhere(own, master):
+            raise failure
         store = self._library.MooncakeDistributedStore()
         # Never deleted: a forked child would run its destructor, which waits for threads that the child does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-        master = f"{address.host}:{address.port}"
-        code = store.setup(own, address.metadata, address.segment, address.local_buffer, "tcp", "", master)
-        if code:
+        if store.setup(own, address.metadata, address.segment, address.local_buffer, "tcp", "", master):
             store.close()
-            raise OSError(
-                errno.EIO,
-                f"Mooncake's client cannot be opened ({code}): is {master} the rpc_port of a master of the same "
-                "version, and is there memory for the segment? MC_LOG_LEVEL=INFO shows what it does",
-            )
+            raise failure
         return OpenedStore(store)
+
+    def _opens_elsewhere(self, own: str, master: str) -> bool:
+        """Whether another process can open a client."""
+        command = [sys.executable, "-P", "-c", _OPEN, own, self.address.metadata, master]
+        said = None if _logs() else subprocess.DEVNULL
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said) as trial:
+            self._trial = trial
+            try:
+                return not self._closed and trial.wait(_OPENING) == 0
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                trial.kill()
 
     def close(self) -> None:
         """Refuse further calls, and close the client when those under way have ended; hanging ones are left behind."""
@@ -327,6 +359,8 @@ class MooncakeClient:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if (trial := self._trial) is not None:
+            trial.kill()
         self._thread.join(_PATIENCE)  # it may be opening one
         with self._changed:
             opened, self._opened = self._opened, None
@@ -366,14 +400,18 @@ def load_library() -> Any:
             f"mooncake.url is set, and Mooncake's client cannot be loaded: {e}. It needs libraries of RDMA, for TCP "
             "too: apt install libibverbs1 libnl-3-200 libnl-route-3-200"
         ) from e
-    _silence()
+    if not _logs():
+        _silence()
     return library
 
 
+def _logs() -> bool:
+    """Whether the user asked for the library's log."""
+    return bool({"MC_LOG_LEVEL", "MC_LOG_DIR"} & os.environ.keys())
+
+
 def _silence() -> None:
-    """Switch off the library's log, unless the user asked for it. It is glog, which is in a file of its own."""
-    if {"MC_LOG_LEVEL", "MC_LOG_DIR"} & os.environ.keys():
-        return
+    """Switch off the library's log. It is glog, which is in a file of its own."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     found = {line.split()[-1] for line in mapped if "/libglog" in line and "mooncake" in line}
     with contextlib.suppress(OSError, AttributeError, ValueError):  # it is not there, or another version
