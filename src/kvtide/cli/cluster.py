@@ -346,6 +346,8 @@ def _notes(found: dict[str, object], count: int) -> list[str]:
             f"this node: {own.announced:,} blocks announced, {own.withdrawn:,} withdrawn, {own.waiting:,} waiting"
             + (", draining" if own.draining is not None else "" if own.epoch else ", not a member now")
         )
+        if own.problem:
+            notes.append(f"this node could not renew its membership, or join: {own.problem}")
     if isinstance(lookups, ClusterStatistics):
         notes.append(
             f"lookups by this node: {lookups.lookups:,}, {lookups.failures:,} not answered; {lookups.stale:,} blocks "

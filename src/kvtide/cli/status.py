@@ -156,6 +156,8 @@ def _cluster(now: Status) -> list[str]:
         + (f", this node is {state}" if state else "")
         + ("; the directory does not answer" if nodes.away else f", {nodes.lookups:,} lookups in the directory")
     ]
+    if own is not None and own.problem:
+        notes.append(f"this node could not renew its membership, or join: {own.problem}")
     bound = [f"{m.tier} is {m.address or f'member {m.number}'}" for m in nodes.members if m.tier]
     return [*notes, ", ".join(sorted(bound))] if bound else notes
 
