@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvtide.tiers.shared import valkey_client
 from kvtide.tiers.shared.resp import ValkeyConnection, command
 from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, ValkeyCommand, slot_of
 from kvtide.tiers.shared.valkey_scripts import HashLookup, Script, ScriptCall, ScriptRunner, ValkeyScripts
+from tests.peers.nodes import Proxy
 
 TIME = 30.0
 
@@ -593,3 +594,19 @@ def test_an_old_server_is_refused(valkey: ValkeyServer, monkeypatch: pytest.Monk
     monkeypatch.setattr(valkey_client, "_facts", lambda info: {**facts(info), "redis_version": "6.2.14"})
     with pytest.raises(TierError, match=r"its version is 6\.2\.14"):
         open_directory(valkey.url)
+
+
+def test_a_server_that_was_replaced_is_left(tmp_path: Path) -> None:
+    """It is a replica now, which refuses to write, and another server has its address."""
+    with ExitStack() as stack:
+        old, new = (stack.enter_context(ValkeyServer(tmp_path / name)) for name in ("old", "new"))
+        proxy = stack.enter_context(closing(Proxy(f"127.0.0.1:{old.port}")))
+        directory = stack.enter_context(closing(open_directory(f"valkey://{proxy.address}/0", timeout=TIME)))
+        member = directory.join(b"a" * 16, "a:1", TIME)
+        assert say(old, b"REPLICAOF", b"127.0.0.1", b"%d" % new.port) == b"OK"
+        proxy.redirect(f"127.0.0.1:{new.port}")
+        with pytest.raises(OSError, match=r"READONLY|MASTERDOWN"):
+            all(directory.renew(member, TIME) for _ in range(1000))
+        assert not directory.renew(member, TIME)
+        again = directory.join(b"a" * 16, "a:1", TIME)
+        assert directory.publish(again, some_keys(3), [])
