@@ -83,6 +83,10 @@ class PeerServing:
     """Bytes of the answers that are being prepared or sent."""
     closed: dict[str, int] = field(default_factory=dict)
     """Connections that were closed because of what the other end did, by reason."""
+    bytes_compressed: int = 0
+    """Bytes sent of blocks that were compressed for that, and"""
+    bytes_uncompressed: int = 0
+    """those of the same blocks in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,11 @@ class CompressionChoice:
     def __repr__(self) -> str:
         return f"<CompressionChoice: {'compressed' if self._best else 'plain'}>"
 
+    @property
+    def compressed(self) -> bool:
+        """Whether compressed blocks were the quicker ones, as far as was measured."""
+        return self._best
+
     def begin(self) -> bool:
         """A read begins now; ``ended`` must follow. Returns whether to ask for compressed blocks."""
         with self._lock:
