@@ -443,6 +443,26 @@ def test_reads_at_the_same_time_are_timed_together() -> None:
     assert not choice.begin(), "400 MB/s"
 
 
+@pytest.mark.parametrize(("plain", "compressed", "chosen"), [(25, 33, True), (50, 66, True), (100, 70, False)])
+def test_reads_that_never_pause_are_compared_all_the_same(plain: float, compressed: float, chosen: bool) -> None:
+    """Two connections have half of the link each, and a read of one kind is under way when one of the other begins."""
+    choice = CompressionChoice(clock := FakeClock())
+
+    def seconds(kind: bool) -> float:
+        return 64 / ((compressed if kind else plain) / 2)
+
+    ends = [seconds(choice.begin()) / (n + 1) for n in range(2)]
+    asked, now = list[bool](), 0.0
+    for _ in range(400):
+        connection, end = ends.index(min(ends)), min(ends)
+        clock.advance(end - now)
+        now = end
+        asked.append(choice.begin())
+        choice.ended(64_000_000, ReadEnd.WHOLE, able=True)
+        ends[connection] = now + seconds(asked[-1])
+    assert (sum(asked[100:]) > 200) is chosen
+
+
 def test_reads_of_little_and_misses_say_nothing() -> None:
     choice = CompressionChoice(clock := FakeClock())
     for nbytes, how in ((1000, ReadEnd.WHOLE), (32_000_000, ReadEnd.PART)):

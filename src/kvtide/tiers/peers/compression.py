@@ -102,7 +102,10 @@ class CompressionChoice:
                 return
             if self._nbytes >= _LEAST and now > self._began:
                 self._measured(self._compressed, self._nbytes / (now - self._began), now)
+            before = self._compressed
             self._begin_period()
+            if self._under_way and self._compressed is not before:
+                self._nbytes = -1  # reads of the other kind are under way still
 
     def _begin_period(self) -> None:
         self._began, self._nbytes = self._clock.monotonic(), 0
