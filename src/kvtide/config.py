@@ -286,7 +286,7 @@ class Peers(_Section, frozen=True):
     lease: Annotated[
         float,
         _time(
-            "How long peers.directory lists a node that it does not hear from; must be the same for all nodes.", ge=0.5
+            "How long peers.directory lists a node that it does not hear from; must be the same for all nodes.", ge=1.0
         ),
     ] = 10.0
     most: Annotated[

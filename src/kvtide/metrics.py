@@ -68,6 +68,15 @@ def _peer_blocks(_: Statistics, node: NodeStatistics | None) -> _Samples:
         yield ("refused",), peers.blocks_refused
 
 
+def _compressed(store: Statistics, node: NodeStatistics | None) -> _Samples:
+    if node is not None and (peers := node.peers) is not None:
+        yield ("sent", "compressed"), peers.bytes_compressed
+        yield ("sent", "uncompressed"), peers.bytes_uncompressed
+    if others := [tier for name, tier in store.tiers.items() if name.startswith("peer ")]:
+        yield ("received", "compressed"), sum(tier.bytes_compressed for tier in others)
+        yield ("received", "uncompressed"), sum(tier.bytes_uncompressed for tier in others)
+
+
 def _nodes(value: Callable[[ClusterStatistics], float]) -> _Source:
     """A value of a store that finds other nodes in a directory."""
     return lambda store, _: [] if store.cluster is None else [((), value(store.cluster))]
@@ -408,6 +417,12 @@ METRICS = (
         "kvtide_peer_held_bytes",
         "Bytes held for answers to other nodes: blocks in memory that cannot be evicted, and copies read from disk.",
         _peers(lambda p: p.bytes_held),
+    ),
+    Metric(
+        "kvtide_peer_compression_bytes_total",
+        "Bytes of blocks that were compressed between nodes: as they travelled, and as they are in memory.",
+        _compressed,
+        ("direction", "form"),
     ),
     Metric(
         "kvtide_second_reads_total",

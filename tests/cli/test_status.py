@@ -23,7 +23,14 @@ from kvtide.cli import cluster
 from kvtide.cli.status import frame
 from kvtide.errors import TierError
 from kvtide.node.client.client import Client
-from kvtide.store.node_statistics import ClientStatistics, NodeStatistics, Status
+from kvtide.store.node_statistics import (
+    ClientStatistics,
+    ClusterServing,
+    NodeStatistics,
+    PeerServing,
+    Status,
+    least,
+)
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
 from kvtide.tiers.shared.credits import BudgetStatistics
@@ -90,16 +97,42 @@ def test_addresses_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
     assert text.count("peer 1 is [fd00::8]:9411") == 2
 
 
+def test_what_nodes_compress_for_each_other_is_shown(tmp_path: Path) -> None:
+    peers = {"addresses": "10.0.0.7:9411", "token_file": token(tmp_path)}
+    with Store(configuration.read(None, env={}, dram={"budget": "1MiB", "segment": "1MiB"}, peers=peers)) as store:
+        statistics = store.statistics()
+    name = "peer 10.0.0.7:9411"
+    tier = replace(statistics.tiers[name], bytes_compressed=2 << 30, bytes_uncompressed=3 << 30)
+    serving = PeerServing(bytes_compressed=20 << 20, bytes_uncompressed=30 << 20)
+    plain = Status(statistics, NodeStatistics(1, "", 1.0, peers=PeerServing()))
+    now = Status(replace(statistics, tiers={**statistics.tiers, name: tier}), NodeStatistics(1, "", 1.0, peers=serving))
+    before, text = ("\n".join(" ".join(line) for line in shown(one)) for one in (plain, now))
+    assert "compressed" not in before
+    assert "read from other nodes: 3 GiB of blocks, compressed to 2 GiB" in text
+    assert "; 30 MiB of blocks, compressed to 20 MiB" in text
+
+
+def test_why_a_node_is_no_member_is_shown(tmp_path: Path) -> None:
+    problem = "two nodes announce the address [fd00::8]:9411"
+    with Store(configuration.read(None, env={}, dram={"budget": "1MiB", "segment": "1MiB"})) as store:
+        statistics = replace(store.statistics(), cluster=ClusterStatistics())
+    node = NodeStatistics(1, "", 1.0, cluster=ClusterServing(problem=problem))
+    assert problem in "\n".join(" ".join(line) for line in shown(Status(statistics, node)))
+    assert problem not in repr(least(Status(statistics, node))), "it has addresses"
+
+
 def test_the_table_of_a_cluster_shows_any_address(capsys: pytest.CaptureFixture[str]) -> None:
     addresses = ["[fd00::8]:9411", "[/fd00::9]:9411"]
-    member = {"epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False, "carrier": ""}
-    member |= {"bytes_per_second": 0.0, "round_trip": 0.0}
+    member = {"epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False}
+    member |= {"bytes_per_second": 0.0, "round_trip": 0.0, "carrier": "", "compressed": False}
     members = [{**member, "number": n, "address": one} for n, one in enumerate(addresses, 1)]
+    members[0] |= {"carrier": "TLS", "compressed": True}
     directory = {"entries": 0, "bytes": 0}
     found: dict[str, object] = {"members": members, "matrix": [], "directory": directory, "node": None, "lookups": None}
     cluster._show(found, clear=False)
     text = capsys.readouterr().out
     assert all(one in text for one in addresses)
+    assert text.count("TLS, compressed") == text.count("compressed") == 1
 
 
 def test_the_most_frequent_reasons_of_misses_are_shown(node: Process) -> None:

@@ -154,6 +154,11 @@ class Proxy:
                 way.allowed, way.then = 1 << 60, "pass"
         self._released.set()
 
+    def redirect(self, address: str) -> None:
+        """Connect to another server from now on."""
+        host, port = address.rsplit(":", 1)
+        self._target = host, int(port)
+
     def slow(self, chunk: int, pause: float) -> None:
         """Pass on so many bytes at a time in both directions, with a pause before each."""
         self._chunk, self._pause = chunk, pause

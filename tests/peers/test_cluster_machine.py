@@ -127,7 +127,7 @@ class Cluster(RuleBasedStateMachine):
 
     def ran(self, call: ScriptCall, reply: Any) -> None:
         now, name = self.clock.time(), call.script.name
-        if name == "join":
+        if name == "join" and reply[0]:
             self.truth.latest[call.arguments[0]] = self.truth.latest[call.arguments[1]] = reply[1]
             assert reply[1] not in self.ends, "an epoch was given twice"
             self.ends[reply[1]] = now + int(call.arguments[2]) / 1000

@@ -102,7 +102,10 @@ def test_the_same_bytes_arrive_and_fewer_are_sent(stores: Stores) -> None:
         assert results == [True] * COUNT
         assert all(np.array_equal(one, right) for one, right in zip(found, BLOCKS, strict=True))
         until(lambda: server.statistics().blocks_sent == COUNT)
-        assert server.statistics().bytes_sent < 0.85 * COUNT * GEOMETRY.nbytes
+        sent, came = server.statistics(), tier.statistics()
+        assert sent.bytes_sent < 0.85 * COUNT * GEOMETRY.nbytes
+        assert sent.bytes_compressed == came.bytes_compressed == came.bytes_read == sent.bytes_sent
+        assert sent.bytes_uncompressed == came.bytes_uncompressed == COUNT * GEOMETRY.footprint
         until(lambda: server.statistics().bytes_held == 0)
     assert held(store) == 0
 
@@ -120,6 +123,34 @@ def test_blocks_that_are_not_there_and_parts_of_blocks(stores: Stores) -> None:
         assert results == [True] * 3
         part = slice(GEOMETRY.stride, 3 * GEOMETRY.stride)
         assert all(np.array_equal(one, right[part]) for one, right in zip(found, BLOCKS, strict=False))
+
+
+def test_all_sections_asked_for_by_their_numbers_are_sent_as_they_are(stores: Stores) -> None:
+    """Who asks like that expects the bytes of sections, not a record."""
+    store, server = stores.serving(dram={"budget": "64MiB", "segment": "4MiB"})
+    with store.session(MODEL) as session, closing(tier_for(store, server.address)) as tier:
+        session.store(TOKENS, BLOCKS)
+        results, found = read(tier, keys_of(store), range(GEOMETRY.sections))
+        assert results == [True] * COUNT
+        assert np.array_equal(found[3], BLOCKS[3])
+        assert tier.statistics().bytes_compressed == 0
+
+
+def test_without_a_thread_for_it_blocks_are_sent_as_they_are(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store, server = stores.serving(dram={"budget": "64MiB", "segment": "4MiB"})
+    monkeypatch.setattr(server_module, "_LITTLE", 1 << 30)
+    with store.session(MODEL) as session, closing(tier_for(store, server.address)) as tier:
+        session.store(TOKENS, BLOCKS)
+        with monkeypatch.context() as patch:
+            patch.setattr(server._compressor._pool, "submit", exhausted)
+            assert read(tier, keys_of(store))[0] == [True] * COUNT
+        assert tier.statistics().bytes_compressed == 0
+        monkeypatch.setattr(server_module, "_LITTLE", -1)
+        assert read(tier, keys_of(store))[0] == [True] * COUNT
+        assert tier.statistics().bytes_compressed > 0, "there are threads again"
 
 
 def test_without_memory_for_it_blocks_are_sent_as_they_are(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +209,37 @@ def test_a_drop_waits_for_a_block_that_is_being_compressed(stores: Stores, monke
         assert dropped.is_set()
         assert True not in results[0]
         until(lambda: server.statistics().bytes_held == 0)
+
+
+def test_a_drop_does_not_wait_until_a_whole_block_is_compressed(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host may have no time for it."""
+    entered, go, sections = threading.Event(), threading.Event(), list[int]()
+    compress = codec.Zstd.compress
+
+    def slow(self: codec.Zstd, section: Span, itemsize: int) -> bytes:
+        entered.set()
+        assert go.wait(60)
+        sections.append(len(section))
+        return compress(self, section, itemsize)
+
+    monkeypatch.setattr(codec.Zstd, "compress", slow)
+    store, server = stores.serving(dram={"budget": "64MiB", "segment": "4MiB"})
+    with store.session(MODEL) as session, closing(tier_for(store, server.address)) as tier:
+        session.store(TOKENS, BLOCKS)
+        keys, outgoing = keys_of(store), store.main.outgoing
+        reader = threading.Thread(target=lambda: read(tier, keys))
+        reader.start()
+        assert entered.wait(60)
+        dropper = threading.Thread(target=lambda: session.drop(TOKENS))
+        dropper.start()
+        until(lambda: any(answer.withdrawn for answer in outgoing._answers))
+        go.set()
+        dropper.join()
+        reader.join()
+        until(lambda: server.statistics().bytes_held == 0)
+    assert len(sections) == 1, "the one that was being compressed"
 
 
 # -- lies ---------------------------------------------------------------------------------------------------------
@@ -251,6 +313,16 @@ LIES: dict[str, Callable[[bytearray, bytearray], None]] = {
     "another block": header_byte(160, 0xFF),
     "half of it": lambda h, d: d.__delitem__(slice(len(d) // 2 // 4096 * 4096, None)),
 }
+
+
+def test_a_longer_header_takes_no_memory() -> None:
+    header, payload = record()
+    header_byte(10, 9)(header, payload)
+    span, packer, key = aligned(GEOMETRY.footprint), Packer("raw"), BlockKey(bytes(range(32)) + WHO.group)
+    block = WantedBlock(key, None, memoryview(bytes(header)), span)
+    with pytest.raises(Rejected):
+        _decompressed(Read(key, WHO, 0, span), block, packer, len(span) - 4096)
+    assert len(packer._longer) == 0
 
 
 def test_a_record_that_is_right() -> None:
@@ -331,6 +403,18 @@ def test_compressed_is_seldom_tried_if_it_is_slower() -> None:
     assert 3 <= reads(choice, clock, 1000, plain=100, compressed=90) < 60
 
 
+def test_it_is_said_that_a_node_sends_compressed_blocks(stores: Stores) -> None:
+    store, server = stores.serving(dram={"budget": "64MiB", "segment": "4MiB"})
+    choice = CompressionChoice(clock := FakeClock())
+    with store.session(MODEL) as session, closing(tier_for(store, server.address)) as tier:
+        session.store(TOKENS, BLOCKS)
+        assert read(tier, keys_of(store))[0] == [True] * COUNT
+        tier.compression = choice
+        assert not tier.statistics().compressed
+        reads(choice, clock, 20, plain=50, compressed=70)
+        assert tier.statistics().compressed
+
+
 def test_a_fast_node_is_never_asked() -> None:
     choice = CompressionChoice(clock := FakeClock())
     assert reads(choice, clock, 1000, plain=1000, compressed=5000) == 0
@@ -357,6 +441,26 @@ def test_reads_at_the_same_time_are_timed_together() -> None:
         for _ in range(2):
             choice.ended(40_000_000, ReadEnd.WHOLE, able=True)
     assert not choice.begin(), "400 MB/s"
+
+
+@pytest.mark.parametrize(("plain", "compressed", "chosen"), [(25, 33, True), (50, 66, True), (100, 70, False)])
+def test_reads_that_never_pause_are_compared_all_the_same(plain: float, compressed: float, chosen: bool) -> None:
+    """Two connections have half of the link each, and a read of one kind is under way when one of the other begins."""
+    choice = CompressionChoice(clock := FakeClock())
+
+    def seconds(kind: bool) -> float:
+        return 64 / ((compressed if kind else plain) / 2)
+
+    ends = [seconds(choice.begin()) / (n + 1) for n in range(2)]
+    asked, now = list[bool](), 0.0
+    for _ in range(400):
+        connection, end = ends.index(min(ends)), min(ends)
+        clock.advance(end - now)
+        now = end
+        asked.append(choice.begin())
+        choice.ended(64_000_000, ReadEnd.WHOLE, able=True)
+        ends[connection] = now + seconds(asked[-1])
+    assert (sum(asked[100:]) > 200) is chosen
 
 
 def test_reads_of_little_and_misses_say_nothing() -> None:

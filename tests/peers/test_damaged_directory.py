@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator
 
@@ -81,3 +82,92 @@ def test_a_roster_that_is_no_hash_is_removed(valkey: ValkeyServer, directory: Bl
 def test_a_member_whose_address_cannot_be_shown_is_none(directory: BlockDirectory, member: Member) -> None:
     directory.join(b"h" * 16, "host:2\n\x1b[2Jhost", TIME)
     assert [*directory.members().values()] == [*directory.leases().left] == [member]
+
+
+def members_key(directory: BlockDirectory, part: str) -> bytes:
+    return directory._place + b":" + part.encode()
+
+
+ABOUT = b"\0\7" + b"n" * 16 + b"host:7"
+
+
+@pytest.mark.parametrize(
+    ("epoch", "end", "about"),
+    [
+        (b"123", b"9e15", b""),
+        (b"123", b"9e15", b"short"),
+        (b"123", b"9e15", b"\0\7" + b"n" * 16 + b"\xff\xfe"),
+        (b"123", b"9e15", ABOUT + b"\n\x1b[2J"),
+        (b"no number", b"9e15", ABOUT),
+        (b"\xff\0", b"9e15", ABOUT),
+        (b"-5", b"9e15", ABOUT),
+        (b"%d" % (1 << 40), b"9e15", ABOUT),
+        (b"123", b"inf", ABOUT),
+        (b"123", b"1e300", ABOUT),
+    ],
+)
+def test_an_entry_of_the_members_that_is_none_is_removed(
+    valkey: ValkeyServer,
+    directory: BlockDirectory,
+    member: Member,
+    caplog: pytest.LogCaptureFixture,
+    epoch: bytes,
+    end: bytes,
+    about: bytes,
+) -> None:
+    """The others are found meanwhile, and more can join."""
+    say(valkey, b"ZADD", members_key(directory, "leases"), end, epoch)
+    say(valkey, b"HSET", members_key(directory, "members"), epoch, about)
+    say(valkey, b"HINCRBY", members_key(directory, "state"), b"version", b"1")
+    assert dict(directory.members()) == {member.number: member}
+    assert directory.holders(KEYS) == [(member.number,)] * len(KEYS)
+    other = directory.join(b"o" * 16, "host:2", TIME)
+    caplog.set_level(logging.WARNING, "kvtide.peers")
+    for _ in range(3):
+        assert {*directory.leases().left} == {member, other}
+    assert len([r for r in caplog.records if "no node has written" in r.message]) <= 1
+    for kind, part in ((b"ZSCORE", "leases"), (b"HGET", "members")):
+        assert say(valkey, kind, members_key(directory, part), epoch) is None
+
+
+@pytest.mark.parametrize("part", ["leases", "members", "state", "measured"])
+def test_keys_of_the_members_that_are_something_else_are_removed(
+    valkey: ValkeyServer, directory: BlockDirectory, member: Member, part: str
+) -> None:
+    say(valkey, b"SET", members_key(directory, part), b"something else")
+    directory.leases()
+    if not directory.renew(member, TIME):
+        member = directory.join(member.name, member.address, TIME, again=True)
+        assert directory.publish(member, KEYS, [])
+    assert dict(directory.members()) == {member.number: member}
+    assert directory.holders(KEYS) == [(member.number,)] * len(KEYS)
+    assert directory.scrub(1) == 0
+    assert directory.measurements() == {}
+
+
+@pytest.mark.parametrize("number", [b"nonsense", b"-1", b"nan", b"1e300", b""])
+def test_numbers_of_the_state_that_make_no_sense_are_replaced(
+    valkey: ValkeyServer, directory: BlockDirectory, member: Member, number: bytes
+) -> None:
+    for field in (b"version", b"epoch", b"cursor"):
+        say(valkey, b"HSET", members_key(directory, "state"), field, number)
+    directory.members()
+    other = directory.join(b"o" * 16, "host:2", TIME)
+    assert other.epoch > member.epoch
+    assert {*directory.members().values()} == {member, other}, "the change is noticed"
+    assert directory.scrub(1) == 0
+
+
+def test_numbers_of_a_roster_that_make_no_sense_cost_a_membership(
+    valkey: ValkeyServer, directory: BlockDirectory, member: Member
+) -> None:
+    for roster in (place + b":roster" for place in directory._partitions):
+        say(valkey, b"HSET", roster, b"%d" % member.epoch, b"nonsense", b"entries", b"nonsense")
+    assert not directory.renew(member, TIME)
+    assert not directory.publish(member, KEYS, [])
+    again = directory.join(member.name, member.address, TIME, again=True)
+    assert directory.publish(again, KEYS, [])
+    assert directory.publish(again, [], KEYS[:50])
+    assert directory.holders(KEYS) == [()] * 50 + [(again.number,)] * 50
+    scrub_all(directory)
+    assert directory.counts().members == 1

@@ -342,6 +342,29 @@ def test_without_contact_everybody_is_forgotten_within_a_lease() -> None:
     assert one.membership.statistics().joins == 2
 
 
+def test_two_nodes_with_one_address_do_not_replace_each_other_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    one = Steps()
+    two = Membership(one.other, b"n" * 16, "host7:9411", lease=9.0, clock=one.clock)
+    one.membership.step()
+    two.step()
+    for _ in range(20):
+        one.clock.advance(1.0)
+        one.membership.step()
+        two.step()
+        assert own(two)
+    assert not own(one.membership)
+    assert two.statistics().joins == one.membership.statistics().joins == 1
+    (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    for text in ("host7:9411", (b"m" * 16).hex(), (b"n" * 16).hex()):
+        assert text in said
+        assert text in one.membership.problem
+    two.close()
+    one.clock.advance(1.0)
+    one.membership.step()
+    assert own(one.membership)
+    assert one.membership.problem == ""
+
+
 def test_changes_are_told_once() -> None:
     one = Steps()
     told: list[int] = []

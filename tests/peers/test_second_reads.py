@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -205,6 +206,23 @@ def test_an_interrupted_caller_leaves_no_read_behind(stores: Stores, monkeypatch
             monkeypatch.undo()
         until(lambda: not second._reads)
         assert length(session, LONG) == len(LONG)
+    assert held(reader) == 0
+
+
+def test_without_a_thread_for_it_reads_go_on_without_second_ones(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, reader = two_holders(stores)
+    start = threading.Thread.start
+
+    def exhausted(thread: threading.Thread) -> None:
+        if thread.name == "kvtide-second-reads":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with reader.session(MODEL) as session, matched(session, reader, one, two) as match:
+        monkeypatch.setattr(threading.Thread, "start", exhausted)
+        assert session.load(match).wait(SOON).tokens == len(LONG)
     assert held(reader) == 0
 
 

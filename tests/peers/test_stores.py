@@ -727,3 +727,39 @@ def test_serving_ends_at_once_whatever_askers_do(stores: Stores) -> None:
     two.close()
     one.close()
     until(lambda: threading.active_count() == threads)
+
+
+def test_a_prompt_waits_for_others_no_longer_than_it_would_take_to_compute_it(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node is slow to say that it has nothing; what it has after all is found for those who ask later."""
+    other, server = stores.serving()
+    with other.session(MODEL) as session:
+        keep(session, prompt(1))
+    clock = FakeClock()
+    reader = stores.store(server.address, clock=clock)
+    locate, go = link.PeerLink.locate, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        assert go.wait(60)
+        return locate(*given)
+
+    monkeypatch.setattr(link.PeerLink, "locate", slow)
+    seconds = 4.0
+    speed = len(prompt(1)) / seconds
+    with reader.session(MODEL) as session:
+
+        def pending(prefill: float) -> bool:
+            with session.match(prompt(1), prefill=prefill) as match:
+                assert not match.tokens
+                return match.pending
+
+        assert pending(speed)
+        clock.advance(0.9 * seconds)
+        assert pending(speed)
+        assert not pending(2 * speed)
+        clock.advance(0.2 * seconds)
+        assert not pending(speed)
+        assert pending(0), "how long it would take is not known"
+        go.set()
+        until(lambda: length(session, prompt(1)) == len(prompt(1)))

@@ -187,6 +187,7 @@ def _found(status: Status, directory: BlockDirectory, prompt: dict[str, list[byt
     for member, left in sorted(leases.left.items()):
         here = own is not None and (own.number, own.epoch) == (member.number, member.epoch)
         measured = seen.get((member.number, member.epoch))
+        tier = status.store.tiers.get(measured.tier) if measured is not None else None
         members.append(
             {
                 "number": member.number,
@@ -198,9 +199,8 @@ def _found(status: Status, directory: BlockDirectory, prompt: dict[str, list[byt
                 "away": measured.away if measured is not None else False,
                 "bytes_per_second": measured.bytes_per_second if measured is not None else 0.0,
                 "round_trip": measured.round_trip if measured is not None else 0.0,
-                "carrier": getattr(status.store.tiers.get(measured.tier), "carrier", "")
-                if measured is not None
-                else "",
+                "carrier": tier.carrier if tier is not None else "",
+                "compressed": tier is not None and tier.compressed,
             }
         )
     numbers = {member.epoch: member.number for member in leases.left}
@@ -257,6 +257,8 @@ def _listed(status: Status) -> dict[str, object]:
                 "bytes_per_second": speed.bytes_per_second if speed.measured else 0.0,
                 "bytes_read": tier.bytes_read,
                 "failed_reads": tier.failed_reads,
+                "carrier": tier.carrier,
+                "compressed": tier.compressed,
             }
         )
     return {"nodes": nodes}
@@ -270,15 +272,15 @@ def _show_list(nodes: list[dict[str, object]]) -> RenderableType:
     from kvtide.formatting import size
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for number, column in enumerate(("address", "", "reads at", "read", "failed reads")):
-        table.add_column(column, justify="right" if number > 1 else "left")
+    for number, column in enumerate(("address", "", "reads at", "read", "failed reads", "by")):
+        table.add_column(column, justify="right" if 1 < number < 5 else "left")
     for node in nodes:
         rate, read = node["bytes_per_second"], node["bytes_read"]
         assert isinstance(rate, float)
         assert isinstance(read, int)
         speed = f"{size(rate)}/s" if rate else "-"
         away = "away" if node["away"] else ""
-        table.add_row(escape(str(node["address"])), away, speed, size(read), str(node["failed_reads"]))
+        table.add_row(escape(str(node["address"])), away, speed, size(read), str(node["failed_reads"]), _by(node))
     note = f"{len(nodes)} nodes in the list (peers.addresses); what they have measured is shown at each of them"
     return Group(table, "", note)
 
@@ -308,6 +310,11 @@ def _show(found: dict[str, object], *, clear: bool) -> None:
     console.print(shown)
 
 
+def _by(node: dict[str, Any]) -> str:
+    """What moves a node's blocks."""
+    return (node["carrier"] + (", compressed" if node["compressed"] else "")) if node["carrier"] else "-"
+
+
 def _members(members: list[dict[str, Any]]) -> Table:
     from rich.markup import escape
     from rich.table import Table
@@ -327,7 +334,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
             where or "-",
             f"{size(rate)}/s" if rate else "-",
             f"{1000 * seconds:.1f} ms" if seconds else "-",
-            member["carrier"] or "-",
+            _by(member),
         )
     return table
 
@@ -346,6 +353,8 @@ def _notes(found: dict[str, object], count: int) -> list[str]:
             f"this node: {own.announced:,} blocks announced, {own.withdrawn:,} withdrawn, {own.waiting:,} waiting"
             + (", draining" if own.draining is not None else "" if own.epoch else ", not a member now")
         )
+        if own.problem:
+            notes.append(f"this node could not renew its membership, or join: {own.problem}")
     if isinstance(lookups, ClusterStatistics):
         notes.append(
             f"lookups by this node: {lookups.lookups:,}, {lookups.failures:,} not answered; {lookups.stale:,} blocks "

@@ -121,8 +121,16 @@ def frame(now: Status, last: Status | None = None) -> RenderableType:
         notes.append(
             f"other nodes: {peers.connections:,} connections, {peers.blocks_sent:,} blocks sent "
             f"({size(peers.bytes_sent)}), {size(peers.bytes_held)} held for them"
+            + (
+                f"; {size(peers.bytes_uncompressed)} of blocks, compressed to {size(peers.bytes_compressed)}"
+                if peers.bytes_compressed
+                else ""
+            )
             + (f"; {closed:,} connections closed as faulty" if closed else "")
         )
+    if came := sum(tier.bytes_compressed for tier in store.tiers.values()):
+        whole = sum(tier.bytes_uncompressed for tier in store.tiers.values())
+        notes.append(f"read from other nodes: {size(whole)} of blocks, compressed to {size(came)}")
     notes += _cluster(now)
     # Over HTTP, a node does not name its processes to clients without a token or certificate.
     title = f"node {node.pid} at {node.path}, " if node.pid else "node, "
@@ -156,6 +164,8 @@ def _cluster(now: Status) -> list[str]:
         + (f", this node is {state}" if state else "")
         + ("; the directory does not answer" if nodes.away else f", {nodes.lookups:,} lookups in the directory")
     ]
+    if own is not None and own.problem:
+        notes.append(f"this node could not renew its membership, or join: {own.problem}")
     bound = [f"{m.tier} is {m.address or f'member {m.number}'}" for m in nodes.members if m.tier]
     return [*notes, ", ".join(sorted(bound))] if bound else notes
 

@@ -72,6 +72,8 @@ class SentBlock(NamedTuple):
     """Makes the header, which takes about half as long as to send the block. Valid until the next is made."""
     whole: Write | None = None
     """The block, if all of it is wanted and there is memory to compress it."""
+    withdrawn: Callable[[], bool] = lambda: False
+    """Whether it may not be sent any more, so that it need not be compressed."""
 
 
 _MISS, _BUSY = SentBlock(Presence.MISS), SentBlock(Presence.BUSY)
@@ -299,8 +301,10 @@ class PeerBlocks:
                     late = set(leased.reads)
             sent = self._packed(partition.outgoing, answer, served, leased, late, packer)
             if compressible:
-                whole = {i: write for i, write in leased.writes.items() if len(sent[i].payload) == footprint}
-                sent = [one._replace(whole=whole.get(i)) for i, one in enumerate(sent)]
+                whole = {i: write for i, write in leased.writes.items() if sent[i].size and served[i].sections == ALL}
+                sent = [
+                    one._replace(whole=whole.get(i), withdrawn=lambda: answer.withdrawn) for i, one in enumerate(sent)
+                ]
             yield sent + rest
 
     def _packed(

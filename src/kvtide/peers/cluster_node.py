@@ -87,6 +87,7 @@ class ClusterNode:
             announced.rebuilds,
             announced.failures,
             drain.statistics() if drain is not None else None,
+            "" if drain is not None else self._membership.problem,
         )
 
     def drain(self) -> None:

@@ -2,7 +2,9 @@
 
 While a block is sent, the next one is compressed, on a thread of its own: there are few of these, one for each eight
 cores, and the system runs them after everything else. What is not ready when it could be sent is sent as it is. So
-engines on this host lose little to other hosts, and the link does not wait for a processor.
+engines on this host lose little to other hosts, and the link does not wait for a processor. On a host without time for
+such threads, whoever waits until a block is not used any more, to drop it say, must not wait for them: so what is not
+needed any more is given up after the next section.
 
 Blocks are compressed as they would be on disk (``tiers/format/codec.py``). Memory is bounded by who takes ``needed``
 bytes for an answer before; it is freed with the block."""
@@ -46,6 +48,30 @@ class _Record(NamedTuple):
 _NOTHING = _Record(memoryview(b""), memoryview(b""))
 
 
+class _GivenUp(Exception):  # noqa: N818 - a finding
+    """The block need not be compressed any more."""
+
+
+class _Zstd(codec.Zstd):
+    """Ends before the next section if the block need not be compressed any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up: Callable[[], bool] = _never
+
+    def compress(self, section: Span, itemsize: int) -> bytes:
+        self._check()
+        return super().compress(section, itemsize)
+
+    def compress_into(self, out: Span, section: Span, itemsize: int) -> int:
+        self._check()
+        return super().compress_into(out, section, itemsize)
+
+    def _check(self) -> None:
+        if self.given_up():
+            raise _GivenUp
+
+
 class BlockCompressor:
     """Thread-safe."""
 
@@ -70,6 +96,7 @@ class BlockCompressor:
         the next. ``busy``: whether the link has enough to do. Close the generator if it is not exhausted: then no block
         is used any more."""
         job: Future[_Record] | None = None
+        ended = threading.Event()
         place = -1
         """Of the block that ``job`` compresses. It may be one that was sent before that was done."""
         try:
@@ -77,37 +104,51 @@ class BlockCompressor:
                 while one.whole is not None and not (job is not None and job.done() and place == i) and busy():
                     if job is not None and not job.done():
                         wait([job], _MOMENT)
-                    elif (job := self._begin(one, _MOMENT)) is not None:
+                    elif one.withdrawn():
+                        break
+                    elif (job := self._begin(one, ended, _MOMENT)) is not None:
                         place = i
                 record = None
                 if job is not None and job.done():
                     if (error := job.exception()) is not None:
-                        log.error("a block could not be compressed: %r", error, exc_info=error)
+                        if not isinstance(error, _GivenUp):
+                            log.error("a block could not be compressed: %r", error, exc_info=error)
                     elif place == i:
                         record = job.result()
                     job = None
                 if job is None and i + 1 < len(sent):
-                    job, place = self._begin(sent[i + 1], 0), i + 1
+                    job, place = self._begin(sent[i + 1], ended, 0), i + 1
                 yield _plain(one) if record is None else record
         finally:
+            ended.set()
             if job is not None:
                 wait([job])
 
-    def _begin(self, one: SentBlock, patience: float) -> Future[_Record] | None:
-        """Compress a block, if there is a thread for that within so many seconds."""
+    def _begin(self, one: SentBlock, ended: threading.Event, patience: float) -> Future[_Record] | None:
+        """Compress a block, if there is a thread for that within so many seconds. It ends early when the answer has
+        ``ended``."""
         if one.whole is None or not self._free.acquire(timeout=patience):
             return None
-        job = self._pool.submit(self._compressed, one.whole)
+        try:
+            job = self._pool.submit(self._compressed, one.whole, lambda: ended.is_set() or one.withdrawn())
+        except RuntimeError:  # the system cannot start more threads
+            self._free.release()
+            ended.wait(patience)
+            return None
         job.add_done_callback(lambda _: self._free.release())
         return job
 
-    def _compressed(self, item: Write) -> _Record:
+    def _compressed(self, item: Write, given_up: Callable[[], bool]) -> _Record:
         """On a thread of the pool."""
         if (zstd := getattr(self._codecs, "zstd", None)) is None:
-            zstd = self._codecs.zstd = codec.Zstd()
+            zstd = self._codecs.zstd = _Zstd()
         identity, size = item.identity, header_of(item)
-        payload, table, kind = codec.encode(item.span, identity.geometry, identity.itemsize, size, zstd, Scratch())
-        zstd.work.drop()
+        zstd.given_up = given_up
+        try:
+            payload, table, kind = codec.encode(item.span, identity.geometry, identity.itemsize, size, zstd, Scratch())
+        finally:
+            zstd.given_up = _never  # the other would keep the answer's memory
+            zstd.work.drop()
         header = memoryview(bytearray(size))
         Packed(item, size, payload, table, kind, None).name(header, 0, self._clock.time())
         return _Record(header, payload)
@@ -115,6 +156,10 @@ class BlockCompressor:
     def close(self) -> None:
         """Call it when no generator is left."""
         self._pool.shutdown()
+
+
+def _never() -> bool:
+    return False
 
 
 def _plain(one: SentBlock) -> _Record:

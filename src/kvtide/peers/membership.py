@@ -3,6 +3,10 @@
 A thread joins, renews the lease three times before it would end, and fetches the list of members each time. When the
 lease is lost, because Valkey was away for too long or has lost its data, it joins again under a new epoch.
 
+**One address, one node.** A node that joins first takes the place of whoever has its address: that was an earlier
+process of it. One that has to join again, because it lost its lease, does not: a member with its address is another
+node then, which is alive. It says so, stays outside, and joins when the other one has gone.
+
 **Without contact**, every member is believed until its lease would have ended, as far as that was heard: the snapshot
 becomes empty within one lease, and so does ``own``. To believe a member for too long is safe: whoever reads from it
 compares the name in its greeting, and every checksum. It costs a request that fails. Times are measured from before a
@@ -27,7 +31,7 @@ from types import MappingProxyType
 
 from kvtide import forks
 from kvtide.clock import Clock, SystemClock, TurnedClock
-from kvtide.tiers.peers.directory import BlockDirectory, Leases
+from kvtide.tiers.peers.directory import AddressTaken, BlockDirectory, Leases
 from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
 from kvtide.tiers.peers.measurements import Measurement
 from kvtide.tiers.peers.members import Member
@@ -99,7 +103,8 @@ class Membership:
         self._followers: tuple[Callable[[], None], ...] = ()
         self._due = self._joined = -math.inf
         self._joins = self._failures = self._scrubbed = 0
-        self._failed = False
+        self._failure: Exception | None = None
+        """Of the last step; None: it succeeded."""
         self._wake = threading.Event()
         self._closed = False
         self._origin = forks.here
@@ -199,22 +204,37 @@ class Membership:
                 self._due = now + self._lease / _RENEWALS
                 try:
                     self._work(now)
-                    self._failed = False
-                except Exception as e:  # whatever it is: without this thread the node is never a member again
-                    self._failures += 1
+                    self._failure = None
+                except Exception as e:  # noqa: BLE001 - whatever it is: without this thread the node is no member again
                     self._due = min(self._due, now + self._lease / _RETRIES)
-                    if not self._failed:
-                        log.warning(
-                            "the directory of the cluster cannot be used: %s; it is tried again",
-                            getattr(e, "strerror", None) or repr(e),
-                            exc_info=not isinstance(e, OSError),
-                        )
-                    self._failed = True
+                    self._failed(e)
         self._tell()
         now = self._clock.monotonic()
         own = self._own
         ends = [self._due, self._snapshot[1], *([own[1]] if own is not None and own[1] > now else [])]
         return max(0.0, min(ends) - now)
+
+    def _failed(self, e: Exception) -> None:
+        """Log a failure, if the last step has not failed for a like reason."""
+        self._failures += 1
+        said = self._failure is not None and isinstance(self._failure, AddressTaken) is isinstance(e, AddressTaken)
+        self._failure = e
+        if said:
+            return
+        if isinstance(e, AddressTaken):
+            log.error("this node is not a member of its cluster: %s", e.strerror)
+            return
+        log.warning(
+            "the directory of the cluster cannot be used: %s; it is tried again",
+            getattr(e, "strerror", None) or repr(e),
+            exc_info=None if isinstance(e, OSError) else e,
+        )
+
+    @property
+    def problem(self) -> str:
+        """What the last step failed for; empty: nothing."""
+        e = self._failure
+        return "" if e is None else getattr(e, "strerror", None) or repr(e)
 
     def _work(self, now: float) -> None:
         try:
@@ -245,13 +265,13 @@ class Membership:
                 return
             log.warning(
                 "the lease of this node in the cluster was lost: Valkey was away or lost data, or another node says "
-                "that it serves at %s; it joins again",
+                "that it serves at %s; it tries to join again",
                 self._address,
             )
             with self._lock:
                 self._own = self._last = None
         sent = self._clock.monotonic()
-        member = self._directory.join(self._name, self._address, self._lease)
+        member = self._directory.join(self._name, self._address, self._lease, again=self._joins > 0)
         self._joins += 1
         with self._lock:
             self._joined = sent
@@ -261,7 +281,7 @@ class Membership:
         measured = self._measured()
         others = {member.epoch: measured[member.address] for member in leases.left if member.address in measured}
         others.pop(own.epoch, None)
-        if others:
+        if others and self._clock.monotonic() < self._due:  # else there is no time for what need not be
             with contextlib.suppress(OSError):
                 self._directory.report(own, others)
 

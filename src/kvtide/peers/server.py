@@ -127,6 +127,8 @@ class PeerServer:
                 self._counts["bytes"],
                 self._blocks.bytes_held,
                 {violation.value: count for violation, count in self._violations.items()},
+                self._counts["compressed"],
+                self._counts["uncompressed"],
             )
 
     def close(self) -> None:
@@ -295,20 +297,27 @@ class PeerServer:
 
     def _send_compressed(self, connection: PeerConnection, sent: Sequence[SentBlock], number: int) -> None:
         ready: list[Span | bytes] = [REPLY.pack(Operation.READ_COMPRESSED, 0, len(sent), 0, number)]
-        less = 0
-        with contextlib.closing(self._compressor.records(sent, lambda: connection.unsent() > _LITTLE)) as records:
+        compressed = uncompressed = 0
+
+        def busy() -> bool:
+            return connection.unsent() > _LITTLE and time.monotonic() < connection.due
+
+        with contextlib.closing(self._compressor.records(sent, busy)) as records:
             for one, (header, payload) in zip(sent, records, strict=True):
                 connection.send([*ready, PART.pack(one.presence, len(header), len(payload)), header, payload])
                 ready = []
-                less += len(one.payload) - len(payload)
-        self._count(sent, less)
+                if len(payload) < len(one.payload):
+                    compressed, uncompressed = compressed + len(payload), uncompressed + len(one.payload)
+        self._count(sent, compressed, uncompressed)
 
-    def _count(self, sent: Sequence[SentBlock], less: int = 0) -> None:
-        """``less``: how many bytes fewer than those of the blocks were sent."""
+    def _count(self, sent: Sequence[SentBlock], compressed: int = 0, uncompressed: int = 0) -> None:
+        """``compressed``: the bytes that were sent of blocks with so many bytes, ``uncompressed``."""
         with self._lock:
             counts = self._counts
             for one in sent:
                 name = {Presence.HIT: "sent", Presence.MISS: "missed", Presence.BUSY: "busy"}[one.presence]
                 counts[name] += 1
                 counts["bytes"] += len(one.payload)
-            counts["bytes"] -= less
+            counts["bytes"] -= uncompressed - compressed
+            counts["compressed"] += compressed
+            counts["uncompressed"] += uncompressed

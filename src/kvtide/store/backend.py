@@ -387,7 +387,7 @@ class LocalBackend:
                 chain_rows = r[: plan.blocks]
                 self._pipeline.record_request(chain_rows[chain_rows > 0], names.blocks)
         ready = every(index.state[DRAM][part.all] == SEALED)
-        pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks)
+        pending = names.blocks > plan.blocks and self._more(names.keys, rows, whole, usable, plan.blocks, prefill)
         if not again:
             colder = None if ready else [(wanted[name].start, r) for name, r in needed.items()]
             self.partition.planner.count(plan, names.blocks, have, layout.block_tokens, colder)

@@ -83,6 +83,10 @@ class PeerServing:
     """Bytes of the answers that are being prepared or sent."""
     closed: dict[str, int] = field(default_factory=dict)
     """Connections that were closed because of what the other end did, by reason."""
+    bytes_compressed: int = 0
+    """Bytes sent of blocks that were compressed for that, and"""
+    bytes_uncompressed: int = 0
+    """those of the same blocks in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ class ClusterServing:
     failures: int = 0
     draining: DrainStatistics | None = None
     """None if it does not drain."""
+    problem: str = ""
+    """Why it could not renew its membership, or join; empty: it could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +211,7 @@ def least(status: Status) -> Status:
     budgets = {n: replace(b, steward=replace(b.steward, who="")) for n, b in status.store.budgets.items()}
     node, nodes = status.node, status.store.cluster
     peers = replace(node.peers, address="") if node.peers is not None else None
-    cluster = replace(node.cluster, address="") if node.cluster is not None else None
+    cluster = replace(node.cluster, address="", problem="") if node.cluster is not None else None
     if nodes is not None:
         nodes = replace(nodes, members=tuple(replace(member, address="") for member in nodes.members))
     return Status(

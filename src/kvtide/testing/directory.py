@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtide.block import BlockKey
-from kvtide.tiers.peers.directory import BlockDirectory
+from kvtide.tiers.peers.directory import AddressTaken, BlockDirectory
 from kvtide.tiers.peers.directory_scripts import BUCKETS, HOLDERS, PARTITIONS
 from kvtide.tiers.peers.measurements import Measurement
 from kvtide.tiers.peers.members import Member
@@ -199,6 +199,25 @@ class DirectoryContract(ABC):
         again = b.join(b"b" * 16, "a:1", _LEASE)  # the same name: it has lost its lease, as far as it knows
         assert again.epoch > new.epoch
         assert dict(a.members()) == {again.number: again}
+
+    def test_who_joins_again_does_not_take_the_place_of_another_node(
+        self, directories: tuple[BlockDirectory, BlockDirectory]
+    ) -> None:
+        """It has lost its lease to a node with the same address, which is alive."""
+        a, b = directories
+        one = a.join(b"a" * 16, "a:1", _LEASE)
+        two = b.join(b"b" * 16, "a:1", _LEASE)
+        assert two.number == one.number
+        with pytest.raises(AddressTaken) as failure:
+            a.join(one.name, one.address, _LEASE, again=True)
+        for text in ("a:1", one.name.hex(), two.name.hex()):
+            assert text in str(failure.value)
+        assert dict(a.members()) == {two.number: two}
+        again = b.join(two.name, two.address, _LEASE, again=True)
+        assert again.epoch > two.epoch, "it is its own address"
+        b.leave(again)
+        third = a.join(one.name, one.address, _LEASE, again=True)
+        assert dict(b.members()) == {third.number: third}
 
     def test_scrubbing_frees_what_the_dead_have_left(self, directories: tuple[BlockDirectory, BlockDirectory]) -> None:
         a, b = directories

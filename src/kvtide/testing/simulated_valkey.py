@@ -103,11 +103,17 @@ class SimulatedValkey:
     def _changed(place: _Place, now: int) -> None:
         place.version = max(place.version + 1, now)
 
-    def _join(self, place: _Place, name: bytes, address: bytes, lease: bytes, least: bytes) -> list[int]:
-        now, mine, taken = self._now(place), None, set()
+    def _join(
+        self, place: _Place, name: bytes, address: bytes, lease: bytes, least: bytes, again: bytes
+    ) -> list[int | bytes]:
+        now, mine, taken, other = self._now(place), None, set(), b""
         for epoch, about in list(place.members.items()):
-            number = int.from_bytes(about[:2], "big")
-            if about[2:18] == name or about[18:] == address:
+            number, who = int.from_bytes(about[:2], "big"), about[2:18]
+            if who != name and about[18:] == address:
+                if again == b"1":
+                    return [0, epoch, who]
+                other = who
+            if who in (name, other):
                 mine = min(number, mine or number)
                 self._remove(place, epoch)
             else:
@@ -119,7 +125,7 @@ class SimulatedValkey:
         place.members[epoch] = number.to_bytes(2, "big") + name + address
         place.leases[epoch] = now + int(lease)
         self._changed(place, now)
-        return [number, epoch]
+        return [number, epoch, other]
 
     def _renew(self, place: _Place, epoch: bytes, lease: bytes) -> int:
         now = self._now(place)

@@ -164,6 +164,12 @@ class TierStatistics:
     """Whether another node is not asked now, because it does not answer."""
     carrier: str = ""
     """Of another node: what moves its blocks now (TCP, TLS or NIXL); empty: it is not connected."""
+    bytes_compressed: int = 0
+    """Bytes that other nodes have sent of blocks that they compressed for that, and"""
+    bytes_uncompressed: int = 0
+    """those of the same blocks in memory."""
+    compressed: bool = False
+    """Whether another node is asked for compressed blocks now, because they come quicker."""
 
     @property
     def failed(self) -> bool:

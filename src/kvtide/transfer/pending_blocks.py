@@ -7,7 +7,10 @@ that are found are entered into the index, and are then like any block in a cold
 
 A prompt that is stored nowhere must cost almost nothing. So only a few blocks are searched for at a time, because
 without the first ones the others are useless (nodes answer from memory, and are asked for more); equal searches are
-merged; and a tier remembers for a moment which blocks it lacks (``Searched.absent``).
+merged; and a tier remembers for a moment which blocks it lacks (``Searched.absent``). And a caller does not wait for a
+search longer than it would take to compute what is searched for: one slow node or storage, of which the others have
+long said that they have nothing, must not cost a prompt more than it could save. The search goes on, for those who ask
+later.
 
 Entries for the tiers of others may be dropped from the index at any time, because they can be found again. That keeps
 the index small, however large the storage is. Entries for blobs that were removed are dropped as soon as this process
@@ -17,8 +20,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -29,6 +33,7 @@ from kvtide.events import BlockRemoved, BlockStored, Feed
 from kvtide.index.absence_log import Absence, AbsenceCause
 from kvtide.index.index import ABSENT, DRAM, PENDING, SEALED, Index, Mask, Rows, marks
 from kvtide.index.work_slices import slices
+from kvtide.plan.prefill import PrefillCost
 from kvtide.tiers.base import FoundBlock, Identity, Searched, Wish
 from kvtide.tiers.shared.tier import place_of
 from kvtide.transfer.cold_tier import ColdTier
@@ -38,6 +43,8 @@ __all__ = ["PendingBlocks"]
 
 _STEP, _WIDE = 32, 512
 """Blocks of a prompt that are searched for at a time, in shared storage and at other nodes."""
+_SHORTEST = 0.05
+"""Seconds that a caller waits for a search, where computing takes less: a busy host delays every search by some."""
 _KNOWN = 1 << 18
 """Number of blocks in the index above which those that can be found again are dropped from it."""
 
@@ -68,8 +75,8 @@ class PendingBlocks:
         self._clock = clock
         self._feed = feed
         self._counts = counts
-        self._under_way: set[BlockKey] = set()
-        """Searches under way, by the keys at which they begin."""
+        self._under_way: dict[BlockKey, float] = {}
+        """Searches under way, by the keys at which they begin, with the time when they began."""
         self._known = _KNOWN
 
     def pending(
@@ -81,10 +88,12 @@ class PendingBlocks:
         whole: Mapping[str, Mask],
         usable: Mask,
         blocks: int,
+        prefill: PrefillCost | None = None,
     ) -> bool:
         """Whether more of a prompt than its first ``blocks`` blocks may soon be available. Call with the lock held.
 
         ``whole`` has the mask of present blocks of each group, and ``usable`` the mask of usable prefix lengths.
+        ``prefill``: what it costs the caller to compute the rest, if that is known.
         """
         lacking = [g.name for g in layout.groups if g.required and not whole[g.name][blocks]]
         if not lacking:
@@ -101,13 +110,20 @@ class PendingBlocks:
             options = {g.name: (g.kind, identities[g.name], keys(g.suffix), whole[g.name]) for g in layout.groups}
             begun = {first}
             try:
-                self._under_way.add(first)
+                self._under_way[first] = self._clock.monotonic()
                 self._seek(begun, options, blocks)
             except BaseException:
                 # The search may not be running: later callers must not believe that it is.
-                self._under_way -= begun
+                self._end(begun)
                 raise
-        return first in self._under_way
+        if (began := self._under_way.get(first)) is None or prefill is None:
+            return began is not None
+        tokens, count = layout.block_tokens, len(keys(layout.group(lacking[0]).suffix))
+        return self._clock.monotonic() - began < max(_SHORTEST, prefill.seconds(blocks * tokens, count * tokens))
+
+    def _end(self, begun: Iterable[BlockKey]) -> None:
+        """Searches that began at these keys have ended. Call with the lock held."""
+        deque(map(self._under_way.pop, begun, repeat(None)), maxlen=0)
 
     def _seek(
         self, begun: set[BlockKey], prompt: dict[str, tuple[Kind, Identity, list[BlockKey], Mask]], start: int
@@ -132,7 +148,7 @@ class PendingBlocks:
                 needed |= mine
         with self._index.lock:  # a caller that asks when some are entered begins behind them
             begun.update(key for _, _, keys, _ in prompt.values() for key in keys[start : stop + 1])
-            self._under_way |= begun
+            self._under_way |= dict.fromkeys(begun - self._under_way.keys(), self._clock.monotonic())
 
         def first_of(missing: Mapping[Wish, int]) -> int:
             return min((needed[key] for key, _ in missing if key in needed), default=stop)
@@ -162,7 +178,7 @@ class PendingBlocks:
                 self._seek(begun, prompt, gap)
             else:
                 with self._index.lock:
-                    self._under_way -= begun
+                    self._end(begun)
 
         ask(0, options, stop)
 

@@ -19,6 +19,7 @@ a second node must be expected to take less time than has passed already.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -145,7 +146,8 @@ class SecondReads:
             self._reads[id(reads)] = read
             if (self._thread is None or self._thread.ident is None) and not self._closed:
                 self._thread = threading.Thread(target=self._watch, name="kvtide-second-reads", daemon=True)
-                self._thread.start()
+                with contextlib.suppress(RuntimeError):  # no more threads: until there are, there is no second read
+                    self._thread.start()
             elif self._idle:
                 self._changed.notify_all()
 

@@ -73,6 +73,11 @@ class CompressionChoice:
     def __repr__(self) -> str:
         return f"<CompressionChoice: {'compressed' if self._best else 'plain'}>"
 
+    @property
+    def compressed(self) -> bool:
+        """Whether compressed blocks were the quicker ones, as far as was measured."""
+        return self._best
+
     def begin(self) -> bool:
         """A read begins now; ``ended`` must follow. Returns whether to ask for compressed blocks."""
         with self._lock:
@@ -97,7 +102,10 @@ class CompressionChoice:
                 return
             if self._nbytes >= _LEAST and now > self._began:
                 self._measured(self._compressed, self._nbytes / (now - self._began), now)
+            before = self._compressed
             self._begin_period()
+            if self._under_way and self._compressed is not before:
+                self._nbytes = -1  # reads of the other kind are under way still
 
     def _begin_period(self) -> None:
         self._began, self._nbytes = self._clock.monotonic(), 0

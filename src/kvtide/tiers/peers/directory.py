@@ -26,13 +26,16 @@ of the cluster.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
+import logging
 import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -43,13 +46,15 @@ from blake3 import blake3
 from kvtide.block import DIGEST, BlockKey
 from kvtide.errors import ConfigError
 from kvtide.tiers.peers import directory_scripts as scripts
-from kvtide.tiers.peers.directory_scripts import BUCKETS, EPOCH, ITEM, PARTITIONS
+from kvtide.tiers.peers.directory_scripts import ABOUT, BASE, BUCKETS, EPOCH, ITEM, PARTITIONS
 from kvtide.tiers.peers.measurements import Measurement, pack_measurements, unpack_measurements
 from kvtide.tiers.peers.members import Member
 from kvtide.tiers.shared.valkey_client import SLOTS, Login, UnfitServer, ValkeyClient, slot_of
 from kvtide.tiers.shared.valkey_scripts import Script, ScriptCall, ScriptRunner, ValkeyScripts
 
-__all__ = ["BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
+__all__ = ["AddressTaken", "BlockDirectory", "DirectoryStatistics", "Leases", "marks_of", "open_directory"]
+
+log = logging.getLogger("kvtide.peers")
 
 _SAMPLES, _SAMPLE = 4, 16
 """How many stretches of buckets of a partition are measured, and how many buckets each has."""
@@ -59,15 +64,24 @@ _VERSION = 7
 _PATIENCE = 2
 """How many times the usual time a join or renewal may take: a server that is too busy for the publishes of all nodes
 must not end their leases too, or all publish everything again."""
+_PART = 3
+"""But a renewal takes no more than this part of the lease: else one that is late would be the last."""
 _JOINS = 5
 """How often an epoch is asked for, if it turns out to have been given before."""
 _AHEAD = 60_000
 """The next one is up to so much higher: the time in milliseconds that a clock may be behind."""
 
+_SHOWN, _FEW = 40, 5
+"""Bytes of an entry that makes no sense, and how many such entries, that a message shows."""
+
 _EPOCHS = 1 << 8 * EPOCH
 """Epochs are less than this."""
 
 Marks = npt.NDArray[np.uint64]
+
+
+class AddressTaken(OSError):  # noqa: N818 - a finding
+    """Another node, which is a member now, announces the same address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +159,38 @@ class BlockDirectory:
         """Of the last publish."""
         self._acknowledged: dict[int, list[int]] = {}
         """By epoch, for members that joined here: the last publish that each partition is known to have run."""
+        self._strange: Sequence[bytes] = ()
+        """The last entries in the list of members that made no sense: they are logged once."""
 
     def __repr__(self) -> str:
         return f"<BlockDirectory {self._cluster}: {len(self._known.members)} members>"
 
     # -- members ------------------------------------------------------------------------------------------
 
-    def join(self, name: bytes, address: str, lease: float) -> Member:
+    def join(self, name: bytes, address: str, lease: float, *, again: bool = False) -> Member:
         """Become a member for ``lease`` seconds. A member with the same name or address is one no more: it was an
-        earlier incarnation of this node."""
+        earlier incarnation of this node. Not so if this one has joined ``again``, without a restart between: then it
+        can only be another node with the same address, and AddressTaken is raised."""
         if len(name) != 16:
             raise ValueError(f"the name has {len(name)} bytes, not 16")
         least = 0
         for _ in range(_JOINS):
-            about = (name, address.encode(), _milliseconds(lease), b"%d" % least)
+            about = (name, address.encode(), _milliseconds(lease), b"%d" % least, b"%d" % again)
             (reply,) = self._run([self._about(scripts.JOIN, *about)], _PATIENCE)
-            number, epoch = (_whole(one) for one in _items(reply, 2))
-            if not 0 < number < 1 << 16 or not 0 < epoch < _EPOCHS:
+            *numbers, other = _items(reply, 3)
+            number, epoch = map(_whole, numbers)
+            if not 0 <= number < 1 << 16 or not 0 < epoch < _EPOCHS or not isinstance(other, bytes):
                 raise _nonsense()
+            if not number:
+                raise _taken(address, name, other, epoch)
+            if other:
+                log.info(
+                    "this node, store %s, is the member at %s now; before, it was store %s: an earlier process of this "
+                    "node, unless another node announces the same address",
+                    name.hex(),
+                    address,
+                    other.hex(),
+                )
             epochs = (b"%d" % epoch, *([b"%d" % self._before[name]] if name in self._before else []))
             enrolling = [ScriptCall(scripts.ENROL, key, epochs) for key in self._partitions]
             enrolled = self._run(enrolling, _PATIENCE)
@@ -177,13 +205,15 @@ class BlockDirectory:
         """Extend the lease to ``lease`` seconds from now. False if it has ended, or if Valkey has lost something that
         the member published: then it must join again, and publish everything again. If some servers do not answer, but
         the one with the members does, the lease is extended, and what the others have is not known: this is True."""
-        epoch = b"%d" % member.epoch
-        (alive,) = self._run([self._about(scripts.RENEW, epoch, _milliseconds(lease))], _PATIENCE)
+        epoch, most = b"%d" % member.epoch, lease / _PART / self._timeout
+        renewing = [self._about(scripts.RENEW, epoch, _milliseconds(lease))]
+        (alive,) = self._run(renewing, min(_PATIENCE, most))
         if _whole(alive) != 1:
             return False
         expected = list(self._acknowledged.get(member.epoch, [0] * PARTITIONS))
         try:
-            known = self._run([ScriptCall(scripts.KNOWN, key, (epoch,)) for key in self._partitions])
+            asking = [ScriptCall(scripts.KNOWN, key, (epoch,)) for key in self._partitions]
+            known = self._run(asking, min(1.0, most / 2))
             return all(_whole(number) >= least for number, least in zip(known, expected, strict=True))
         except OSError:
             return True
@@ -198,8 +228,20 @@ class BlockDirectory:
         return known.members
 
     def leases(self) -> Leases:
-        """The live members, with the time that each has left."""
-        return _parsed(self._call(scripts.LIST, b""))
+        """The live members, with the time that each has left. Removes entries that no node has written."""
+        leases, strange = _parsed(self._call(scripts.LIST, b""))
+        if strange and strange != self._strange:
+            log.warning(
+                "the directory has %d entries in its list of members that no node has written (%s): does another "
+                "program use it? They are removed",
+                len(strange),
+                ", ".join(repr(one[:_SHOWN]) for one in strange[:_FEW]),
+            )
+        self._strange = strange
+        if strange:
+            with contextlib.suppress(OSError):
+                self._run([self._about(scripts.LEAVE, one) for one in strange])
+        return leases
 
     def report(self, member: Member, measured: Mapping[int, Measurement]) -> bool:
         """Say what a member has measured of others, by their epochs, until it reports again or is no member any more.
@@ -331,7 +373,7 @@ class BlockDirectory:
         known, number = self._known, next(self._asked)
         reply, *replies = self._run([self._about(scripts.LIST, known.version), *calls])
         if not isinstance(reply, list) or reply != [known.version]:
-            members = sorted(_parsed(reply).left, key=lambda member: member.epoch)
+            members = sorted(_parsed(reply)[0].left, key=lambda member: member.epoch)
             known = _Known(
                 number,
                 reply[0],
@@ -416,25 +458,41 @@ def _items(reply: Any, count: int) -> list[Any]:
     return reply
 
 
-def _parsed(reply: Any) -> Leases:
-    """The members of a list."""
+def _parsed(reply: Any) -> tuple[Leases, list[bytes]]:
+    """The members of a list, and the epochs of entries in it that no node has written."""
     if not isinstance(reply, list) or len(reply) < 2 or len(reply) % 3 != 2 or not isinstance(reply[0], bytes):
         raise _nonsense()
-    left: dict[Member, float] = {}
+    left, strange = dict[Member, float](), list[bytes]()
     for i in range(2, len(reply), 3):
         epoch, rest, about = reply[i : i + 3]
-        if not isinstance(about, bytes) or len(about) < 18:
-            raise _nonsense()
         try:
-            address = about[18:].decode()
-        except UnicodeDecodeError:
-            raise _nonsense() from None
-        member = Member(int.from_bytes(about[:2], "big"), _whole(epoch), about[2:18], address)
-        if not 0 < member.epoch < _EPOCHS:
-            raise _nonsense()
-        if address.isprintable():  # it is logged and shown; a node announces no other
-            left[member] = _whole(rest) / 1000
-    return Leases(_whole(reply[1]), left)
+            member, seconds = _member(epoch, about), _whole(rest) / 1000
+        except (OSError, ValueError):
+            strange += [epoch] if isinstance(epoch, bytes) else []
+        else:
+            left[member] = seconds
+    return Leases(_whole(reply[1]), left), strange
+
+
+def _member(epoch: Any, about: Any) -> Member:
+    """Raises OSError or ValueError."""
+    if not isinstance(about, bytes) or len(about) < ABOUT:
+        raise _nonsense()
+    address = about[ABOUT:].decode()
+    member = Member(int.from_bytes(about[:2], "big"), _whole(epoch), about[2:ABOUT], address)
+    if not 0 < member.epoch < _EPOCHS or not address.isprintable():  # it is logged and shown
+        raise _nonsense()
+    return member
+
+
+def _taken(address: str, mine: bytes, other: bytes, epoch: int) -> AddressTaken:
+    since = datetime.fromtimestamp((epoch + BASE) // 1000, UTC)
+    return AddressTaken(
+        errno.EADDRINUSE,
+        f"two nodes announce the address {address}: this one, store {mine.hex()}, and store {other.hex()}, which "
+        f"joined at {since:%Y-%m-%d %H:%M:%S} UTC and remains the member. Give each node an address of its own: "
+        "peers.announce, or peers.listen",
+    )
 
 
 def _answer(reply: Any, count: int) -> tuple[bytes, bytes]:

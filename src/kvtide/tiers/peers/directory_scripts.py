@@ -34,6 +34,7 @@ from kvtide.tiers.peers.measurements import LONGEST_ROW
 from kvtide.tiers.shared.valkey_scripts import HashLookup, Script
 
 __all__ = [
+    "ABOUT",
     "BASE",
     "BUCKETS",
     "CHECK",
@@ -66,6 +67,8 @@ FIELD, EPOCH = 5, 5
 """Bytes of a field, and of an epoch."""
 ITEM = 2 + FIELD
 """Bytes by which a block is named in a message: the bucket, then the field; big-endian."""
+ABOUT = 18
+"""Bytes of what is known of a member, before its address."""
 HOLDERS = 12
 """The most holders of an entry."""
 BASE = 1_735_689_600_000
@@ -77,19 +80,31 @@ _EVEN_IF_FULL = "#!lua flags=allow-oom\n"
 """Begins scripts that also a server runs that has no memory left: they free some, or need little, and leases depend on
 them. Only what stores entries is refused then."""
 
+_COUNT = """
+  if type(redis.pcall('HINCRBY', roster, 'entries', {})) == 'table' then call('HDEL', roster, 'entries') end
+"""
+"""Changes the number of entries of a partition; forgets it if it is no number."""
+
 _NOW = f"""{_EVEN_IF_FULL}
 local base, ttl = KEYS[1], {TTL}
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local function text(number) return string.format('%.0f', number) end
+for part, kind in pairs({{[':leases'] = 'zset', [':members'] = 'hash', [':state'] = 'hash', [':measured'] = 'hash'}}) do
+  local found = redis.call('TYPE', base .. part).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', base .. part) end  -- somebody else wrote it
+end
+local function stored(field, below)  -- a number of the state; 0 if there is none that can be right
+  local number = tonumber(redis.call('HGET', base .. ':state', field) or '0')
+  return number and number >= 0 and number < below and number or 0
+end
 local function changed()
-  local last = tonumber(redis.call('HGET', base .. ':state', 'version') or '0')
-  redis.call('HSET', base .. ':state', 'version', text(math.max(last + 1, now)))
+  redis.call('HSET', base .. ':state', 'version', text(math.max(stored('version', 2 ^ 53) + 1, now)))
 end
 local function remove(epoch)
   redis.call('ZREM', base .. ':leases', epoch)
   redis.call('HDEL', base .. ':members', epoch)
-  redis.pcall('HDEL', base .. ':measured', epoch)  -- whatever is there, leases do not depend on it
+  redis.call('HDEL', base .. ':measured', epoch)
 end
 local function alive(epoch)  -- a server that evicts may have lost one of the two
   return redis.call('ZSCORE', base .. ':leases', epoch) and redis.call('HEXISTS', base .. ':members', epoch) == 1
@@ -104,34 +119,45 @@ JOIN = Script(
     _NOW
     + f"""
 local name, address, lease = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local taken, mine = {{}}, nil
+local taken, mine, other = {{}}, nil, ''
 local all = redis.call('HGETALL', base .. ':members')
 for i = 1, #all, 2 do
-  local number = string.byte(all[i + 1], 1) * 256 + string.byte(all[i + 1], 2)
-  if not redis.call('ZSCORE', base .. ':leases', all[i]) then
-    remove(all[i])
-  elseif string.sub(all[i + 1], 3, 18) == name or string.sub(all[i + 1], 19) == address then
-    mine = math.min(number, mine or number)
-    remove(all[i])
+  local epoch, about = all[i], all[i + 1]
+  if #about < {ABOUT} or not tonumber(epoch) or not redis.call('ZSCORE', base .. ':leases', epoch) then
+    remove(epoch)
   else
-    taken[number] = true
+    local number, who = string.byte(about, 1) * 256 + string.byte(about, 2), string.sub(about, 3, {ABOUT})
+    if who ~= name and string.sub(about, {ABOUT + 1}) == address then
+      if ARGV[5] == '1' then
+        if mine then changed() end
+        return {{0, tonumber(epoch), who}}
+      end
+      other = who
+    end
+    if who == name or other == who then
+      mine = math.min(number, mine or number)
+      remove(epoch)
+    else
+      taken[number] = true
+    end
   end
 end
 local number = mine or 1
 while taken[number] do number = number + 1 end
 if number > 65535 then return redis.error_reply('FULL too many members') end
-local last = tonumber(redis.call('HGET', base .. ':state', 'epoch') or '0')
-local epoch = math.max(last + 1, now - {BASE}, tonumber(ARGV[4]))
+local epoch = math.max(stored('epoch', {1 << 8 * EPOCH}) + 1, now - {BASE}, tonumber(ARGV[4]))
 redis.call('HSET', base .. ':state', 'epoch', text(epoch))
 local value = string.char(math.floor(number / 256), number % 256) .. name .. address
 redis.call('HSET', base .. ':members', text(epoch), value)
 redis.call('ZADD', base .. ':leases', text(now + lease), text(epoch))
 changed()
-return {{number, epoch}}
+return {{number, epoch, other}}
 """,
 )
-"""Arguments: name, address, lease in milliseconds, the least epoch. Returns number and epoch. Other members with that
-name or address are members no more: they are earlier incarnations."""
+"""Arguments: name, address, lease in milliseconds, the least epoch, and 1 if the node gives way to another one at that
+address. Returns number, epoch, and the name of the member that had the address, or nothing. Other members with that
+name or address are members no more: they are earlier incarnations. If the node gives way, it returns 0, and epoch and
+name of the other one."""
 
 RENEW = Script(
     "renew",
@@ -189,11 +215,10 @@ return found
 LIST = Script(
     "list",
     _NOW
-    + """
-local state = redis.call('HMGET', base .. ':state', 'version', 'epoch')
-local version = state[1] or '0'
-if version == ARGV[1] then return {version} end
-local found = {version, state[2] or '0'}
+    + f"""
+local version = redis.call('HGET', base .. ':state', 'version') or '0'
+if version == ARGV[1] then return {{version}} end
+local found = {{version, text(stored('epoch', {1 << 8 * EPOCH}))}}
 local leases = redis.call('ZRANGE', base .. ':leases', 0, -1, 'WITHSCORES')
 for i = 1, #leases, 2 do
   local value = redis.call('HGET', base .. ':members', leases[i])
@@ -201,6 +226,8 @@ for i = 1, #leases, 2 do
     found[#found + 1] = leases[i]
     found[#found + 1] = text(tonumber(leases[i + 1]) - now)
     found[#found + 1] = value
+  else
+    remove(leases[i])
   end
 end
 return found
@@ -212,8 +239,13 @@ member epoch, milliseconds until the lease ends, and number, name and address.""
 TURN = Script(
     "turn",
     f"""{_EVEN_IF_FULL}
-local first = redis.call('HINCRBY', KEYS[1] .. ':state', 'cursor', ARGV[1]) - ARGV[1]
-return first % {PARTITIONS * BUCKETS}
+local state = KEYS[1] .. ':state'
+local after = redis.pcall('HINCRBY', state, 'cursor', ARGV[1])
+if type(after) == 'table' then  -- it is no number: somebody else wrote it
+  redis.call('HDEL', state, 'cursor')
+  after = redis.call('HINCRBY', state, 'cursor', ARGV[1])
+end
+return (after - ARGV[1]) % {PARTITIONS * BUCKETS}
 """,
 )
 """Argument: a number of buckets. Returns the first of those whose turn it is to be scrubbed."""
@@ -234,7 +266,7 @@ KNOWN = Script(
     "known",
     f"""{_EVEN_IF_FULL}
 redis.call('PEXPIRE', KEYS[1] .. ':roster', {TTL})
-return tonumber(redis.call('HGET', KEYS[1] .. ':roster', ARGV[1]) or '-1')
+return tonumber(redis.call('HGET', KEYS[1] .. ':roster', ARGV[1]) or '-1') or -1
 """,
 )
 """Argument: epoch. Returns the number of its last publish in this partition; -1 if it may not publish."""
@@ -248,7 +280,7 @@ PUBLISH = Script(
 local base, roster, epoch = KEYS[1], KEYS[1] .. ':roster', ARGV[1]
 local number, me, stored, removed = tonumber(ARGV[2]), ARGV[3], ARGV[5], ARGV[6]
 local call, sub = redis.call, string.sub
-local last = tonumber(call('HGET', roster, epoch) or '-1')
+local last = tonumber(call('HGET', roster, epoch) or '-1') or -1
 if last < tonumber(ARGV[4]) then return -1 end
 if number <= last then return number == last and 1 or 0 end
 local function at(value)
@@ -298,7 +330,7 @@ for i = 1, #removed, {ITEM} do
   end
 end
 call('HSET', roster, epoch, ARGV[2])
-if entries ~= 0 then call('HINCRBY', roster, 'entries', entries) end
+if entries ~= 0 then {_COUNT.format("entries")} end
 return 1
 """,
 )
@@ -361,7 +393,7 @@ for _, epoch in ipairs(listed) do
   local number = tonumber(epoch)
   if number and number <= newest and not decimal[epoch] then call('HDEL', roster, epoch) end
 end
-if entries > 0 then call('HINCRBY', roster, 'entries', -entries) end
+if entries > 0 then {_COUNT.format("-entries")} end
 call('PEXPIRE', roster, {TTL})
 return removed
 """,
@@ -377,7 +409,7 @@ for bucket = first, last do
   local key = base .. string.char(math.floor(bucket / 256), bucket % 256)
   nbytes = nbytes + (redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) or 0)
 end
-return {tonumber(redis.call('HGET', base .. ':roster', 'entries') or '0'), nbytes}
+return {tonumber(redis.call('HGET', base .. ':roster', 'entries') or '0') or 0, nbytes}
 """,
 )
 """Arguments: the first bucket and the last. Returns the entries of the partition, and the bytes of these buckets."""

@@ -219,5 +219,7 @@ def _sum(one: TierStatistics, other: TierStatistics) -> TierStatistics:
         other,
         bytes_read=one.bytes_read + other.bytes_read,
         failed_reads=one.failed_reads + other.failed_reads,
+        bytes_compressed=one.bytes_compressed + other.bytes_compressed,
+        bytes_uncompressed=one.bytes_uncompressed + other.bytes_uncompressed,
         reasons=tuple(sorted(reasons.items())),
     )

@@ -44,7 +44,7 @@ from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_f
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
-from kvtide.tiers.format.record import FLAG_SEALED, Rejected, checksums, plain, sound
+from kvtide.tiers.format.record import FLAG_SEALED, Rejected, checksums, plain, recognise, sound
 from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.peers.availability import Availability, OtherNode
 from kvtide.tiers.peers.compression import CompressionChoice, ReadEnd
@@ -127,6 +127,8 @@ class PeerTier(ReadOnlyTier):
         self.replaced = False
         """Whether another store was found at the address."""
         self.compression = CompressionChoice(self._clock)
+        self._compressed = self._uncompressed = 0
+        """Bytes of blocks that were compressed: as they came, and in memory. Changed with the lock of the counters."""
         self._scratch = Pool(_SCRATCH)
         self._availability = Availability(address, self._clock)
         self._calls = SerialExecutor("kvtide-peer-start")
@@ -201,6 +203,9 @@ class PeerTier(ReadOnlyTier):
                 reasons=tuple(sorted(counters.reasons.items())),
                 away=self.away and not self._availability.own,
                 carrier=", ".join(sorted({worker.link.carrier for worker in self._workers[1:]} - {""})),
+                bytes_compressed=self._compressed,
+                bytes_uncompressed=self._uncompressed,
+                compressed=self.compression.compressed,
             )
 
     def close(self) -> None:
@@ -399,6 +404,9 @@ class PeerTier(ReadOnlyTier):
                         raise Rejected(Reason.GONE)
                     if nbytes < len(block.payload):
                         size = _decompressed(run[i], block, worker.packer, nbytes)
+                        with self._counters.lock:
+                            self._compressed += nbytes
+                            self._uncompressed += len(block.payload)
                     else:
                         size = self._verified(run[i], block, worker.packer, known)
                 except Exception as e:  # noqa: BLE001 - see TierCounters
@@ -413,8 +421,7 @@ class PeerTier(ReadOnlyTier):
     def _verified(self, item: Read, block: WantedBlock, packer: Packer, known: Sequence[bytes]) -> int:
         """Check a record; returns its bytes. Raises Rejected. The checksums of its first sections may be ``known``."""
         start, payload = block.header, block.payload
-        if start[12] & FLAG_SEALED or bytes(start[_CODEC]) != b"\0\0":
-            raise Rejected(Reason.CORRUPT_HEADER)  # a node sends blocks as they are
+        _check_start(start, compressed=False)
         names = item.identity
         expected = _SEQUENCE, item.key, names.namespace, names.tenant, names.layout
         if item.sections is None and sound(start, payload, names.geometry, expected, known):
@@ -457,12 +464,19 @@ def _within(link: PeerLink, blocks: Sequence[WantedBlock]) -> Iterator[list[Want
         yield some
 
 
+def _check_start(start: Span, *, compressed: bool) -> None:
+    """Raise Rejected for a record that no node sends: encrypted, compressed or not as it should be, or with a header of
+    another length, for which memory would be taken."""
+    sealed, raw = start[12] & FLAG_SEALED, bytes(start[_CODEC]) == b"\0\0"
+    if sealed or raw is compressed or recognise(start) != len(start):
+        raise Rejected(Reason.CORRUPT_HEADER)
+
+
 def _decompressed(item: Read, block: WantedBlock, packer: Packer, nbytes: int) -> int:
     """Check a record whose sections are compressed, ``nbytes`` together, and lie where the block is to be; put the
     block there. Returns ``nbytes``. Raises Rejected."""
     start, payload = block.header, block.payload
-    if start[12] & FLAG_SEALED or bytes(start[_CODEC]) == b"\0\0":
-        raise Rejected(Reason.CORRUPT_HEADER)
+    _check_start(start, compressed=True)
     room = len(start) + nbytes
 
     def fetch(into: Sequence[Span], offset: int) -> int:

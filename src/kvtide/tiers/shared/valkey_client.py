@@ -41,6 +41,8 @@ _OPENING = 5.0
 _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 """Whether each scheme means TLS."""
 _MOVING = ("MOVED", "ASK", "TRYAGAIN")
+_DEMOTED = ("READONLY", "MASTERDOWN")
+"""What a replica says: a server that was replaced by another one is one, as a rule, and keeps its connections."""
 
 
 class ValkeyCommand(NamedTuple):
@@ -196,7 +198,7 @@ class ValkeyClient:
                 sent.close()
                 raise
             else:
-                self._give(address, sent)
+                self._give(address, sent, replies)
                 return replies
         return self.exchange(address, batch, end)
 
@@ -267,10 +269,14 @@ class ValkeyClient:
                     raise
                 self._forget(address)
             else:
-                self._give(address, connection)
+                self._give(address, connection, replies)
                 return replies
 
-    def _give(self, address: Address, connection: ValkeyConnection) -> None:
+    def _give(self, address: Address, connection: ValkeyConnection, replies: Sequence[Any] = ()) -> None:
+        """Keep a connection for the next call."""
+        if any(isinstance(reply, ValkeyRefused) and reply.startswith(_DEMOTED) for reply in replies):
+            connection.close()  # another server may have the address by now
+            return
         with self._lock:
             self._idle.setdefault(address, []).append(connection)
 
