@@ -5,6 +5,7 @@ and it is kept here by digest. Only descriptions of blocks that are stored are k
 
 What is published is what the index says: an event of the store only tells that a block must be looked at again. So a
 block is published after its bytes are verified and can be read, and the order in which events arrive does not matter.
+Blocks are looked up a few at a time, so that whoever needs the index or the interpreter waits for a few only.
 
 **A block is published only while its parent is.** A consumer that learns of a block before its parent, or without it,
 cannot place it. If a block has left all tiers, its descendants are withdrawn too, though they may be stored: a prefix
@@ -13,8 +14,12 @@ that needs them cannot be used. They are published again when the block is back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from typing import cast
 
 import numpy as np
 
@@ -23,12 +28,18 @@ from kvtide.index.index import SEALED, Index
 from kvtide.index.keys import ROOT
 from kvtide.index.work_slices import rest
 
-__all__ = ["BlockSource", "Change", "DescribedBlock", "DescribedBlocks"]
+__all__ = ["NONE", "BlockColumns", "BlockSource", "Change", "DescribedBlocks"]
 
-_AT_ONCE = 512
+_AT_ONCE = 256
 """Blocks that are looked up under the index's lock at a time."""
 _LEAST = 16384
 """Descriptions from which on those of absent blocks are looked for."""
+_AGE = 120.0
+"""Seconds that the description of an absent block is kept: twice the time after which clients repeat it."""
+_ABSENT = 1 << 16
+"""Descriptions of absent blocks that are kept, at most."""
+NONE, UNKNOWN = -1, -2
+"""Instead of the number of a block's parent: it has none, or one that is not described."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,171 +58,264 @@ class BlockSource:
     places: tuple[tuple[int, int], ...]
     """The number of each tier, and the bit of the place that consumers know it as."""
 
-
-@dataclass(eq=False, slots=True)
-class DescribedBlock:
-    """A block, by the digest in its keys."""
-
-    digest: bytes
-    parent: bytes
-    tokens: bytes
-    """As u32 little-endian; empty if the operator does not allow them."""
-    source: BlockSource
-    born: int
-    """The round of cleaning in which it was described last."""
-    here: int = 0
-    """Bits of the places where it is."""
-    published: int = 0
-    """Bits of the places where consumers believe it to be."""
-    children: dict[bytes, DescribedBlock] | None = None
+    @property
+    def pages(self) -> int:
+        """Blocks in events for each of its blocks."""
+        return self.block_tokens // self.page
 
 
-Change = tuple[DescribedBlock, int, int]
-"""A block, the places where it was published before, and those where it is published now."""
+Change = tuple[int, int, int]
+"""A block, the bits of the places where it was published before, and of those where it is published now."""
+
+
+class BlockColumns:
+    """What blocks consist of, by their numbers. There may be a million of them: lists of numbers and of bytes cost a
+    part of what objects would, and the garbage collector does not visit what is in them. Blocks are only added."""
+
+    def __init__(self) -> None:
+        self.keys: list[BlockKey] = []
+        """In the first group; the digest comes first in it."""
+        self.parents: list[int] = []
+        """The number of the block before it, or ``NONE``, or ``UNKNOWN``. Blocks that are described together follow
+        each other, so most have the number before their own here."""
+        self.tokens: list[bytes] = []
+        """As u32 little-endian: those of each block, and maybe of others; empty if the operator does not allow them."""
+        self.offsets: list[int] = []
+        """Where each block's own begin there."""
+        self.sources: list[BlockSource] = []
 
 
 class DescribedBlocks:
     """For one thread."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, DescribedBlock] = {}
-        self._first: dict[bytes, DescribedBlock] = {}
-        """Blocks without a parent."""
-        self._waiting: dict[bytes, dict[bytes, DescribedBlock]] = {}
+        self.columns = BlockColumns()
+        """Replaced when blocks are forgotten, which then get other numbers."""
+        self._known: dict[BlockKey, int] = {}
+        """The numbers of blocks, by their keys in the first group."""
+        self._here = bytearray()
+        """Of each block, the bits of the places where it is."""
+        self._published = bytearray()
+        """Of each block, the bits of the places where consumers believe it to be."""
+        self._born: list[float] = []
+        """When each was described last."""
+        self._children: dict[int, list[int]] = {}
+        """Of each block, those after it, besides one that has the next number."""
+        self._waiting: dict[bytes, list[int]] = {}
         """Children of parents that are not described, by the parent's digest."""
-        self._looked_at: set[bytes] = set()
-        self._round = 0
+        self._looked_at: dict[int, None] = {}
+        """In the order of descriptions, so that blocks that follow each other are looked at together."""
+        self._next: deque[int] = deque()
+        """Those whose turn it is, before those of ``_looked_at``."""
         self._clean_at = _LEAST
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def describe(self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
-        """Consecutive blocks, the first of them after ``parent``."""
-        size = 4 * source.block_tokens if tokens else 0
-        for i, digest in enumerate(digests):
-            known = self._known.get(digest)
-            if known is not None:
-                known.born = self._round
-            else:
-                one = DescribedBlock(digest, parent, tokens[i * size : i * size + size], source, self._round)
-                if self._waiting:
-                    one.children = self._waiting.pop(digest, None)
-                self._known[digest] = one
-                self._siblings(parent)[digest] = one
-                self._looked_at.add(digest)
+    def describe(
+        self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes, now: float = 0.0
+    ) -> None:
+        """Consecutive blocks, the first of them after ``parent``. ``now``: in seconds, as for ``clean``."""
+        known, size = self._known, 4 * source.block_tokens if tokens else 0
+        ending = source.groups[0][0]
+        keys = cast("list[BlockKey]", [digest + ending for digest in digests])
+        if known.keys().isdisjoint(keys) and len({parent, *digests}) == len(digests) + 1:
+            self._add(source, parent, keys, tokens, size, now)
+            return
+        for i, (key, digest) in enumerate(zip(keys, digests, strict=True)):
+            number = known.get(key)
+            if number is not None:
+                self._born[number] = now
+            elif digest != parent:  # no block is its own parent, whatever a client says
+                self._add(source, parent, [key], tokens[i * size : i * size + size], size, now)
             parent = digest
 
-    def _siblings(self, parent: bytes) -> dict[bytes, DescribedBlock]:
-        if parent == ROOT:
-            return self._first
-        above = self._known.get(parent)
-        if above is None:
-            return self._waiting.setdefault(parent, {})
-        if above.children is None:
-            above.children = {}
-        return above.children
+    def _add(
+        self, source: BlockSource, parent: bytes, keys: Sequence[BlockKey], tokens: bytes, size: int, now: float
+    ) -> None:
+        """Blocks that are not known."""
+        columns, first, count = self.columns, len(self.columns.keys), len(keys)
+        numbers = range(first, first + count)
+        above = NONE
+        if parent != ROOT:
+            above = self._known.get(BlockKey(parent + source.groups[0][0]), UNKNOWN)
+        if above == UNKNOWN:
+            self._waiting.setdefault(parent, []).append(first)
+        elif above not in (NONE, first - 1):
+            self._children.setdefault(above, []).append(first)
+        self._known.update(zip(keys, numbers, strict=True))
+        columns.keys += keys
+        columns.parents.append(above)
+        columns.parents += numbers[:-1]
+        columns.tokens += [tokens] * count
+        columns.offsets += range(0, size * count, size) if size else [0] * count
+        columns.sources += [source] * count
+        self._here += bytes(count)
+        self._published += bytes(count)
+        self._born += [now] * count
+        self._looked_at.update(dict.fromkeys(numbers))
+        if self._waiting:
+            for number, key in zip(numbers, keys, strict=True):
+                for child in self._waiting.pop(key[:32], ()):
+                    columns.parents[child] = number
+                    self._children.setdefault(number, []).append(child)
 
-    def look_at(self, keys: Iterable[BlockKey]) -> None:
-        """Something happened to these blocks."""
-        self._looked_at.update([key[:32] for key in keys])
+    def look_at(self, keys: Sequence[BlockKey]) -> None:
+        """Something happened to these blocks, in any group."""
+        if self.columns.sources and len(groups := self.columns.sources[0].groups) > 1:
+            ending = groups[0][0]
+            keys = [BlockKey(key[:32] + ending) for key in keys]
+        known = self._known.get
+        self._looked_at.update([(number, None) for key in keys if (number := known(key)) is not None])
 
     def look_at_all(self) -> None:
         """Anything may have happened."""
-        self._looked_at.update(self._known)
+        self._next.clear()
+        self._looked_at = dict.fromkeys(range(len(self._known)))
 
     def unpublish(self) -> None:
         """Consumers believe nothing any more."""
-        for one in self._known.values():
-            one.published = 0
-        self._looked_at.update(self._known)
+        self._published = bytearray(len(self._published))
+        self.look_at_all()
 
     @property
     def waiting(self) -> bool:
         """Whether there are blocks to look at."""
-        return bool(self._looked_at)
+        return bool(self._next or self._looked_at)
 
     def changes(self, now: float) -> list[Change]:
-        """What is to be published since the last call. ``now``: the time, to leave out blocks that have expired."""
-        known = self._known
-        blocks = [one for digest in self._looked_at if (one := known.get(digest)) is not None]
-        self._looked_at = set()
+        """What is to be published for some of the blocks to look at. ``now``: the time, to leave out blocks that have
+        expired. Each block is in it once: a consumer may apply parts of it in another order."""
+        if not self._next:
+            self._next, self._looked_at = deque(self._looked_at), {}
+        take = self._next.popleft
+        blocks = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
         self._locate(blocks, now)
-        found: list[Change] = []
-        for one in blocks:
-            self._settle(one, found)
-        return found
+        return self._settled(blocks)
 
-    def _locate(self, blocks: Sequence[DescribedBlock], now: float) -> None:
+    def _locate(self, blocks: Sequence[int], now: float) -> None:
         """Ask the index where blocks are."""
-        by_source: dict[BlockSource, list[DescribedBlock]] = {}
-        for one in blocks:
-            by_source.setdefault(one.source, []).append(one)
-        for source, some in by_source.items():
-            for start in range(0, len(some), _AT_ONCE):
-                if start:
-                    rest()
-                part = some[start : start + _AT_ONCE]
-                for one, here in zip(part, _places(source, part, now), strict=True):
-                    one.here = here
+        keys, sources, here = self.columns.keys, self.columns.sources, self._here
+        for source in {sources[one] for one in blocks}:
+            some = [one for one in blocks if sources[one] is source]
+            for one, places in zip(some, _places(source, [keys[one] for one in some], now), strict=True):
+                here[one] = places
 
-    def _settle(self, first: DescribedBlock, found: list[Change]) -> None:
-        """Publish a block as what it is, and its descendants if this decides whether they can be."""
-        blocks = [first]
+    def _settled(self, blocks: list[int]) -> list[Change]:
+        """Publish blocks as what they are, and their descendants if this decides whether they can be. Uses up
+        ``blocks``."""
+        parents, children, end = self.columns.parents, self._children, len(self._known) - 1
+        here, published, found = self._here, self._published, dict[int, Change]()
+        blocks.reverse()
         while blocks:
             one = blocks.pop()
-            above = self._known.get(one.parent)
-            now = one.here if one.parent == ROOT or (above is not None and above.published) else 0
-            before, one.published = one.published, now
+            now, before = here[one], published[one]
+            if now:
+                above = parents[one]
+                if above == UNKNOWN or (above != NONE and not published[above]):
+                    now = 0
             if now == before:
                 continue
-            found.append((one, before, now))
-            if one.children and (not now or not before):
-                blocks.extend(one.children.values())
+            published[one] = now
+            if not now or not before:
+                if one in children:
+                    blocks += children[one]
+                if one < end and parents[one + 1] == one:
+                    blocks.append(one + 1)
+            if (earlier := found.pop(one, None)) is not None:
+                before = earlier[1]
+            if now != before:
+                found[one] = one, before, now
+        return [*found.values()]
 
-    def published(self) -> Iterator[Change]:
-        """All published blocks, parents before children, as if they had just been published."""
-        blocks = list(self._first.values())
-        while blocks:
-            one = blocks.pop()
-            if one.published:
-                yield one, 0, one.published
-                if one.children:
-                    blocks.extend(one.children.values())
+    def published(self) -> tuple[array[int], bytes]:
+        """All published blocks, parents before children, and the places of each."""
+        parents, children, published, end = self.columns.parents, self._children, self._published, len(self._known) - 1
+        found = array("l")
+        for first in [number for number, above in enumerate(parents) if above == NONE]:
+            blocks = [first]
+            while blocks:
+                one = blocks.pop()
+                if published[one]:
+                    found.append(one)
+                    if one in children:
+                        blocks += children[one]
+                    if one < end and parents[one + 1] == one:
+                        blocks.append(one + 1)
+        return found, bytes([published[one] for one in found])
 
-    def clean(self, now: float) -> None:
+    def clean(self, time_now: float, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it
-        may be stored in a moment. Call it when there is nothing to look at."""
+        may be stored in a moment, or again, and its client would not describe it again."""
         if len(self._known) < self._clean_at:
             return
-        self._locate(list(self._known.values()), now)
-        for one in list(self._known.values()):
-            if not one.here and not one.published and one.born < self._round:
-                self._forget(one)
-        self._round += 1
+        absent = [number for number, places in enumerate(self._published) if not places]
+        for start in range(0, len(absent), _AT_ONCE):
+            if start:
+                rest()
+            self._locate(absent[start : start + _AT_ONCE], time_now)
+        looked_at = [*self._next, *self._looked_at, *[one for one in absent if self._here[one]]]
+        absent = sorted([one for one in absent if not self._here[one]], key=self._born.__getitem__)
+        keep = [True] * len(self._known)
+        for left, one in zip(range(len(absent), 0, -1), absent, strict=True):  # the oldest first
+            keep[one] = left <= _ABSENT and self._born[one] >= now - _AGE
+        if not all(keep):
+            self._forget(keep, looked_at)
+        else:
+            self._looked_at = dict.fromkeys(looked_at)
+            self._next.clear()
         self._clean_at = max(_LEAST, len(self._known) + len(self._known) // 2)
-        self._looked_at = set(self._known)  # what was found out just now is not published yet
 
-    def _forget(self, one: DescribedBlock) -> None:
-        del self._known[one.digest]
-        siblings = self._siblings(one.parent)
-        del siblings[one.digest]
-        if not siblings:
-            self._waiting.pop(one.parent, None)
-        if one.children:
-            self._waiting[one.digest] = one.children
+    def _forget(self, keep: Sequence[bool], looked_at: Iterable[int]) -> None:
+        """Keep some blocks only, under new numbers, and some of them to look at."""
+        old, new = self.columns, BlockColumns()
+        new.keys, new.sources = [*compress(old.keys, keep)], [*compress(old.sources, keep)]
+        numbers = (np.cumsum(keep) - 1).tolist()
+        # Tokens of forgotten blocks are not kept for the sake of others that were described with them.
+        whole = {id(tokens) for tokens in old.tokens} - {
+            id(t) for t, kept in zip(old.tokens, keep, strict=True) if not kept
+        }
+        for tokens, offset, source in compress(zip(old.tokens, old.offsets, old.sources, strict=True), keep):
+            if tokens and id(tokens) not in whole:
+                tokens, offset = tokens[offset : offset + 4 * source.block_tokens], 0
+            new.tokens.append(tokens)
+            new.offsets.append(offset)
+        self._known = dict(zip(new.keys, range(len(new.keys)), strict=True))
+        self._children, waiting, self._waiting = {}, self._waiting, {}
+        of = {child: digest for digest, some in waiting.items() for child in some}
+        for number, above in compress(enumerate(old.parents), keep):
+            mine = numbers[number]
+            if above >= 0 and not keep[above]:
+                of[number], above = old.keys[above][:32], UNKNOWN
+            if above == UNKNOWN:
+                self._waiting.setdefault(of[number], []).append(mine)
+            elif above != NONE:
+                above = numbers[above]
+                if above != mine - 1:
+                    self._children.setdefault(above, []).append(mine)
+            new.parents.append(above)
+        self._here, self._published = bytearray(compress(self._here, keep)), bytearray(compress(self._published, keep))
+        self._born = [*compress(self._born, keep)]
+        self._next.clear()
+        self._looked_at = {numbers[one]: None for one in looked_at if keep[one]}
+        self.columns = new
 
 
-def _places(source: BlockSource, blocks: Sequence[DescribedBlock], now: float) -> list[int]:
+def _places(source: BlockSource, first: Sequence[BlockKey], now: float) -> list[int]:
+    """Where blocks are; ``first``: their keys in the first group."""
     index = source.index
-    here = np.full(len(blocks), 0xFF, np.uint8)
-    with index.lock:
-        for ending, identity in source.groups:
-            rows = index.own_rows([BlockKey(one.digest + ending) for one in blocks], identity)
-            of_group = np.zeros(len(blocks), np.uint8)
-            for tier, place in source.places:
-                of_group |= (index.state[tier][rows] == SEALED).view(np.uint8) * np.uint8(place)
-            if index.mortal:
-                of_group[index.expiry[rows] <= now] = 0
-            here &= of_group
-    return [int(places) for places in here.tolist()]
+    here = np.full(len(first), 0xFF, np.uint8)
+    for ending, identity in source.groups:
+        keys = first if ending is source.groups[0][0] else [BlockKey(key[:32] + ending) for key in first]
+        with index.lock:
+            rows = index.own_rows(keys, identity)
+            states = [index.state[tier][rows] for tier, _ in source.places]
+            expiry = index.expiry[rows] if index.mortal else None
+        of_group = np.zeros(len(keys), np.uint8)
+        for state, (_, place) in zip(states, source.places, strict=True):
+            of_group |= (state == SEALED).view(np.uint8) * np.uint8(place)
+        if expiry is not None:
+            of_group[expiry <= now] = 0
+        here &= of_group
+    places: list[int] = here.tolist()
+    return places
