@@ -9,28 +9,75 @@ from typing import Any
 import msgspec
 import zmq
 
-__all__ = ["OPEN", "Consumer"]
+__all__ = ["OPEN", "Consumer", "Mirror"]
 
 OPEN: list[Consumer] = []
 """Consumers to be closed: one that is not would be reported, as a socket that was left open."""
 END = b"\xff" * 8
 
 
-class Consumer:
-    """Follows one node. All rules that a consumer relies on are checked."""
+class Mirror:
+    """Which blocks there are, by the events of one node. All rules that a consumer relies on are checked."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[str, str], dict[int, tuple[int | None, tuple[int, ...]]]] = defaultdict(dict)
+        """By medium and locality: by hash, the parent and the tokens."""
+        self.clears = 0
+
+    def event(self, event: Any) -> None:
+        if not isinstance(event, dict):
+            names = ["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"]
+            if event[0] == "BlockRemoved":
+                names = ["type", "block_hashes", "medium"]
+            event = dict(zip(names, event, strict=False)) | {"locality": ""}
+        if event["type"] == "AllBlocksCleared":
+            self.clears += 1
+            self.blocks.clear()
+            return
+        known = self.blocks[event["medium"], event["locality"]]
+        if event["type"] == "BlockRemoved":
+            for one in event["block_hashes"]:
+                assert one in known, "a block is removed that was not stored"
+                del known[one]
+            return
+        assert event["type"] == "BlockStored"
+        parent, size, tokens = event["parent_block_hash"], event["block_size"], event["token_ids"]
+        anywhere = {one for place in self.blocks.values() for one in place}
+        assert parent is None or parent in anywhere, "a block is stored before its parent"
+        assert len(tokens) in (0, size * len(event["block_hashes"]))
+        for i, one in enumerate(event["block_hashes"]):
+            assert one not in known, "a block is stored twice"
+            known[one] = parent, tuple(tokens[i * size : i * size + size])
+            parent = one
+
+    def longest(self, tokens: Sequence[int], medium: str = "CPU", locality: str = "LOCAL") -> int:
+        """The longest prefix in one place, in tokens, found by its tokens as routers do."""
+        known = self.blocks[medium, locality]
+        children = {(parent, some): one for one, (parent, some) in known.items()}
+        at, parent = 0, None
+        while known:
+            size = len(next(iter(known.values()))[1])
+            found = children.get((parent, tuple(tokens[at : at + size])))
+            if found is None:
+                break
+            at, parent = at + size, found
+        return at
+
+
+class Consumer(Mirror):
+    """Follows one node."""
 
     def __init__(self, publishes: str, replays: str, *, start: int = 0) -> None:
+        super().__init__()
         OPEN.append(self)
         self._context = zmq.Context()
         self.sub = self._context.socket(zmq.SUB)
         self.sub.connect(publishes)
         self.sub.setsockopt(zmq.SUBSCRIBE, b"")
         self._replays = replays
-        self.blocks: dict[tuple[str, str], dict[int, tuple[int | None, tuple[int, ...]]]] = defaultdict(dict)
-        """By medium and locality: by hash, the parent and the tokens."""
         self.next = start
         """The number of the batch that it expects."""
-        self.gaps = self.batches = self.clears = 0
+        self.gaps = self.batches = 0
         self.numbers: list[int] = []
 
     def close(self) -> None:
@@ -84,42 +131,3 @@ class Consumer:
         assert rank == 0
         for event in events:
             self.event(event)
-
-    def event(self, event: Any) -> None:
-        if not isinstance(event, dict):
-            names = ["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"]
-            if event[0] == "BlockRemoved":
-                names = ["type", "block_hashes", "medium"]
-            event = dict(zip(names, event, strict=False)) | {"locality": ""}
-        if event["type"] == "AllBlocksCleared":
-            self.clears += 1
-            self.blocks.clear()
-            return
-        known = self.blocks[event["medium"], event["locality"]]
-        if event["type"] == "BlockRemoved":
-            for one in event["block_hashes"]:
-                assert one in known, "a block is removed that was not stored"
-                del known[one]
-            return
-        assert event["type"] == "BlockStored"
-        parent, size, tokens = event["parent_block_hash"], event["block_size"], event["token_ids"]
-        anywhere = {one for place in self.blocks.values() for one in place}
-        assert parent is None or parent in anywhere, "a block is stored before its parent"
-        assert len(tokens) in (0, size * len(event["block_hashes"]))
-        for i, one in enumerate(event["block_hashes"]):
-            assert one not in known, "a block is stored twice"
-            known[one] = parent, tuple(tokens[i * size : i * size + size])
-            parent = one
-
-    def longest(self, tokens: Sequence[int], medium: str = "CPU", locality: str = "LOCAL") -> int:
-        """The longest prefix in one place, in tokens, found by its tokens as routers do."""
-        known = self.blocks[medium, locality]
-        children = {(parent, some): one for one, (parent, some) in known.items()}
-        at, parent = 0, None
-        while known:
-            size = len(next(iter(known.values()))[1])
-            found = children.get((parent, tuple(tokens[at : at + size])))
-            if found is None:
-                break
-            at, parent = at + size, found
-        return at

@@ -50,7 +50,8 @@ class Thread:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.node = Node(self.store, self.path)
-        events = publish_events(self.store) if self.store.given.events.endpoint else None
+        numbers = self.path.with_suffix(".events")
+        events = publish_events(self.store, numbers) if self.store.given.events.endpoint else None
         self.node.events = events
         self._ready.set()
         await self._stop.wait()

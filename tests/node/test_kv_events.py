@@ -13,6 +13,7 @@ import zmq
 
 from kvtide import config
 from kvtide.errors import ConfigError
+from kvtide.events import BlockRemoved
 from kvtide.index.keys import Extra
 from kvtide.node.client.client import Client
 from kvtide.node.events.open import publish_events
@@ -22,6 +23,7 @@ from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, length, prompt
 from tests.node.kv_consumer import OPEN, Consumer
 from tests.node.serving import Process, Thread, eventually
+from tests.peers.nodes import Stores
 
 Publishing = Callable[..., Thread]
 EVENTS = {"endpoint": "tcp://127.0.0.1:*", "replay": "tcp://127.0.0.1:*", "token_ids": True}
@@ -125,6 +127,51 @@ def test_shared_storage_is_published_as_the_operator_says(
         session.store(prompt(2), data(PLAIN, prompt(2)))
         assert client.flush(60)
         seen.until(lambda: seen.longest(prompt(2)) == SIZE)
+    assert set(seen.blocks) <= {("CPU", "LOCAL"), ("STORAGE", locality)}
+
+
+def test_arrays_leave_out_what_follows_a_remote_block(publishing: Publishing, tmp_path: Path) -> None:
+    """An array cannot say that a block is remote. A consumer that is not told of it cannot place those after it."""
+    shared = {"path": str(tmp_path / "shared"), "store": "through"}
+    node = publishing({"shared": "remote", "form": "array"}, files=shared)
+    seen = consumer(node)
+    with Client(node.path) as client, client.session(MODEL) as session:
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        assert client.flush(60)
+        seen.until(lambda: seen.longest(prompt(1, 2), locality="") == 2 * SIZE)
+        assert set(seen.blocks) == {("CPU", "")}
+        with node.store.index.lock:
+            first = node.store.index.rows([*node.store.index._rows])[:1]
+            node.store.index.remove_many(first, 0)
+            keys = node.store.index.keys(first)
+        node.store.feed.publish([BlockRemoved("dram", keys, "evicted")])
+        seen.until(lambda: not any(seen.blocks.values()))
+
+
+@pytest.mark.parametrize(("shared", "locality"), [("local", "LOCAL"), ("remote", "REMOTE"), ("no", "")])
+def test_blocks_of_another_node_are_published_as_the_operator_says(
+    publishing: Publishing, tmp_path: Path, shared: str, locality: str
+) -> None:
+    """Those that this node has found there, until the other node is gone; what it has not asked for is the other's."""
+    with Stores(tmp_path) as stores:
+        owner, server = stores.serving()
+        with owner.session(MODEL) as session:
+            for path in ([1, 2], [3]):
+                session.store(prompt(*path), data(PLAIN, prompt(*path)))
+        node = publishing({"shared": shared}, peers=stores.peers | {"addresses": server.address})
+        seen = consumer(node)
+        with Client(node.path) as client, client.session(MODEL) as session:
+            assert length(session, prompt(1, 2)) == 2 * SIZE
+            if locality:
+                seen.until(lambda: seen.longest(prompt(1, 2), "STORAGE", locality) == 2 * SIZE)
+            seen.until(lambda: seen.longest(prompt(1, 2)) == 2 * SIZE)  # it was read into memory
+            server.close()
+            assert length(session, prompt(3)) == 0  # so it is found to be gone
+            session.store(prompt(4), data(PLAIN, prompt(4)))
+            seen.until(lambda: seen.longest(prompt(4)) == SIZE)
+            seen.until(lambda: not seen.blocks["STORAGE", locality])
+        known = {tokens for place in seen.blocks.values() for _, tokens in place.values()}
+        assert known == {tuple(prompt(n)) for n in (1, 2, 4)}
     assert set(seen.blocks) <= {("CPU", "LOCAL"), ("STORAGE", locality)}
 
 

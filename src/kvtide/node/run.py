@@ -87,7 +87,7 @@ async def _serve(
             store = Store(config, mapped=True, already_mapped=mapped_memory.elsewhere)
             node = Node(store, path, mapped_memory)
             if config.events.endpoint:
-                events = node.events = publish_events(store)
+                events = node.events = publish_events(store, beside(path, "events"))
             http = Http(node, passes)
             if config.node.http:
                 await http.listen(config.node.http)

@@ -5,6 +5,7 @@ and it is kept here by digest. Only descriptions of blocks that are stored are k
 
 What is published is what the index says: an event of the store only tells that a block must be looked at again. So a
 block is published after its bytes are verified and can be read, and the order in which events arrive does not matter.
+Blocks are looked up a few at a time, so that whoever needs the index or the interpreter waits for a few only.
 
 **A block is published only while its parent is.** A consumer that learns of a block before its parent, or without it,
 cannot place it. If a block has left all tiers, its descendants are withdrawn too, though they may be stored: a prefix
@@ -13,9 +14,12 @@ that needs them cannot be used. They are published again when the block is back.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import msgspec
 import numpy as np
 
 from kvtide.block import BlockKey
@@ -25,7 +29,7 @@ from kvtide.index.work_slices import rest
 
 __all__ = ["BlockSource", "Change", "DescribedBlock", "DescribedBlocks"]
 
-_AT_ONCE = 512
+_AT_ONCE = 256
 """Blocks that are looked up under the index's lock at a time."""
 _LEAST = 16384
 """Descriptions from which on those of absent blocks are looked for."""
@@ -48,9 +52,8 @@ class BlockSource:
     """The number of each tier, and the bit of the place that consumers know it as."""
 
 
-@dataclass(eq=False, slots=True)
-class DescribedBlock:
-    """A block, by the digest in its keys."""
+class DescribedBlock(msgspec.Struct, eq=False, gc=False):
+    """A block, by the digest in its keys. There may be a million: the garbage collector must not visit them."""
 
     digest: bytes
     parent: bytes
@@ -79,7 +82,10 @@ class DescribedBlocks:
         """Blocks without a parent."""
         self._waiting: dict[bytes, dict[bytes, DescribedBlock]] = {}
         """Children of parents that are not described, by the parent's digest."""
-        self._looked_at: set[bytes] = set()
+        self._looked_at: dict[bytes, None] = {}
+        """In the order of descriptions, so that blocks that follow each other are looked at together."""
+        self._next: deque[bytes] = deque()
+        """Those whose turn it is, before those of ``_looked_at``."""
         self._round = 0
         self._clean_at = _LEAST
 
@@ -89,23 +95,24 @@ class DescribedBlocks:
     def describe(self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
         """Consecutive blocks, the first of them after ``parent``."""
         size = 4 * source.block_tokens if tokens else 0
+        above = self._known.get(parent)
         for i, digest in enumerate(digests):
-            known = self._known.get(digest)
-            if known is not None:
-                known.born = self._round
-            else:
+            one = self._known.get(digest)
+            if one is not None:
+                one.born = self._round
+            elif digest != parent:  # no block is its own parent, whatever a client says
                 one = DescribedBlock(digest, parent, tokens[i * size : i * size + size], source, self._round)
                 if self._waiting:
                     one.children = self._waiting.pop(digest, None)
                 self._known[digest] = one
-                self._siblings(parent)[digest] = one
-                self._looked_at.add(digest)
-            parent = digest
+                self._children(above, parent)[digest] = one
+                self._looked_at[digest] = None
+            parent, above = digest, one
 
-    def _siblings(self, parent: bytes) -> dict[bytes, DescribedBlock]:
+    def _children(self, above: DescribedBlock | None, parent: bytes) -> dict[bytes, DescribedBlock]:
+        """The blocks after ``parent``, which is the block ``above``, or one that is not described."""
         if parent == ROOT:
             return self._first
-        above = self._known.get(parent)
         if above is None:
             return self._waiting.setdefault(parent, {})
         if above.children is None:
@@ -114,88 +121,99 @@ class DescribedBlocks:
 
     def look_at(self, keys: Iterable[BlockKey]) -> None:
         """Something happened to these blocks."""
-        self._looked_at.update([key[:32] for key in keys])
+        self._looked_at.update(dict.fromkeys([key[:32] for key in keys]))
 
     def look_at_all(self) -> None:
         """Anything may have happened."""
-        self._looked_at.update(self._known)
+        self._next.clear()
+        self._looked_at = dict.fromkeys(self._known)
 
     def unpublish(self) -> None:
         """Consumers believe nothing any more."""
         for one in self._known.values():
             one.published = 0
-        self._looked_at.update(self._known)
+        self.look_at_all()
 
     @property
     def waiting(self) -> bool:
         """Whether there are blocks to look at."""
-        return bool(self._looked_at)
+        return bool(self._next or self._looked_at)
 
     def changes(self, now: float) -> list[Change]:
-        """What is to be published since the last call. ``now``: the time, to leave out blocks that have expired."""
-        known = self._known
-        blocks = [one for digest in self._looked_at if (one := known.get(digest)) is not None]
-        self._looked_at = set()
+        """What is to be published for some of the blocks to look at. ``now``: the time, to leave out blocks that have
+        expired. Each block is in it once: a consumer may apply parts of it in another order."""
+        if not self._next:
+            self._next, self._looked_at = deque(self._looked_at), {}
+        known, take = self._known, self._next.popleft
+        some = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
+        blocks = [one for digest in some if (one := known.get(digest)) is not None]
         self._locate(blocks, now)
-        found: list[Change] = []
+        found: dict[bytes, Change] = {}
         for one in blocks:
             self._settle(one, found)
-        return found
+        return [*found.values()]
 
     def _locate(self, blocks: Sequence[DescribedBlock], now: float) -> None:
         """Ask the index where blocks are."""
-        by_source: dict[BlockSource, list[DescribedBlock]] = {}
+        by_source: dict[int, list[DescribedBlock]] = {}
         for one in blocks:
-            by_source.setdefault(one.source, []).append(one)
-        for source, some in by_source.items():
-            for start in range(0, len(some), _AT_ONCE):
-                if start:
-                    rest()
-                part = some[start : start + _AT_ONCE]
-                for one, here in zip(part, _places(source, part, now), strict=True):
-                    one.here = here
+            by_source.setdefault(id(one.source), []).append(one)
+        for some in by_source.values():
+            for one, here in zip(some, _places(some[0].source, some, now), strict=True):
+                one.here = here
 
-    def _settle(self, first: DescribedBlock, found: list[Change]) -> None:
+    def _settle(self, first: DescribedBlock, found: dict[bytes, Change]) -> None:
         """Publish a block as what it is, and its descendants if this decides whether they can be."""
-        blocks = [first]
+        known, blocks = self._known, [first]
         while blocks:
             one = blocks.pop()
-            above = self._known.get(one.parent)
-            now = one.here if one.parent == ROOT or (above is not None and above.published) else 0
-            before, one.published = one.published, now
+            now, before = one.here, one.published
+            if now and one.parent != ROOT:
+                above = known.get(one.parent)
+                now = now if above is not None and above.published else 0
             if now == before:
                 continue
-            found.append((one, before, now))
+            one.published = now
             if one.children and (not now or not before):
                 blocks.extend(one.children.values())
+            if (earlier := found.pop(one.digest, None)) is not None:
+                before = earlier[1]
+            if now != before:
+                found[one.digest] = one, before, now
 
-    def published(self) -> Iterator[Change]:
-        """All published blocks, parents before children, as if they had just been published."""
+    def published(self) -> Iterator[DescribedBlock]:
+        """All published blocks, parents before children."""
         blocks = list(self._first.values())
         while blocks:
             one = blocks.pop()
             if one.published:
-                yield one, 0, one.published
+                yield one
                 if one.children:
                     blocks.extend(one.children.values())
 
     def clean(self, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it
-        may be stored in a moment. Call it when there is nothing to look at."""
+        may be stored in a moment."""
         if len(self._known) < self._clean_at:
             return
-        self._locate(list(self._known.values()), now)
-        for one in list(self._known.values()):
-            if not one.here and not one.published and one.born < self._round:
-                self._forget(one)
+        absent = [one for one in self._known.values() if not one.published]
+        for start in range(0, len(absent), _AT_ONCE):
+            if start:
+                rest()
+            some = absent[start : start + _AT_ONCE]
+            self._locate(some, now)
+            for one in some:
+                if one.here:
+                    self._looked_at[one.digest] = None  # what was found out just now is not published yet
+                elif one.born < self._round:
+                    self._forget(one)
         self._round += 1
         self._clean_at = max(_LEAST, len(self._known) + len(self._known) // 2)
-        self._looked_at = set(self._known)  # what was found out just now is not published yet
 
     def _forget(self, one: DescribedBlock) -> None:
-        del self._known[one.digest]
-        siblings = self._siblings(one.parent)
-        del siblings[one.digest]
+        siblings = self._children(self._known.get(one.parent), one.parent)
+        del siblings[one.digest], self._known[one.digest]
+        self._looked_at.pop(one.digest, None)
         if not siblings:
             self._waiting.pop(one.parent, None)
         if one.children:
@@ -205,13 +223,17 @@ class DescribedBlocks:
 def _places(source: BlockSource, blocks: Sequence[DescribedBlock], now: float) -> list[int]:
     index = source.index
     here = np.full(len(blocks), 0xFF, np.uint8)
-    with index.lock:
-        for ending, identity in source.groups:
-            rows = index.own_rows([BlockKey(one.digest + ending) for one in blocks], identity)
-            of_group = np.zeros(len(blocks), np.uint8)
-            for tier, place in source.places:
-                of_group |= (index.state[tier][rows] == SEALED).view(np.uint8) * np.uint8(place)
-            if index.mortal:
-                of_group[index.expiry[rows] <= now] = 0
-            here &= of_group
-    return [int(places) for places in here.tolist()]
+    for ending, identity in source.groups:
+        keys = cast("list[BlockKey]", [one.digest + ending for one in blocks])
+        with index.lock:
+            rows = index.own_rows(keys, identity)
+            states = [index.state[tier][rows] for tier, _ in source.places]
+            expiry = index.expiry[rows] if index.mortal else None
+        of_group = np.zeros(len(blocks), np.uint8)
+        for state, (_, place) in zip(states, source.places, strict=True):
+            of_group |= (state == SEALED).view(np.uint8) * np.uint8(place)
+        if expiry is not None:
+            of_group[expiry <= now] = 0
+        here &= of_group
+    places: list[int] = here.tolist()
+    return places

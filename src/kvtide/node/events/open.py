@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtide.errors import ConfigError
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["publish_events"]
 
 
-def publish_events(store: Store) -> NodeEvents:
-    """Publish the blocks of a store whose ``events.endpoint`` is set. Raises ConfigError."""
+def publish_events(store: Store, numbers: Path | None = None) -> NodeEvents:
+    """Publish the blocks of a store whose ``events.endpoint`` is set. ``numbers``: a file for the numbers that batches
+    have. Raises ConfigError."""
     try:
         from kvtide.node.events.publisher import NodeEvents
     except ImportError as e:
         raise ConfigError("events.endpoint is set, which needs pyzmq: pip install kvtide[events]") from e
-    return NodeEvents(store.given.events, store)
+    return NodeEvents(store.given.events, store, numbers)

@@ -6,16 +6,18 @@ it looks up what was described and what happened (``described.py``), encodes it 
 consumer nothing is followed, looked up or encoded: descriptions are kept, and that is all. With the first subscription,
 or the first replay, consumers are told to forget everything and are then told all that is stored.
 
-**Numbers.** Each batch has the next number. The first number of a process is the milliseconds since 2026, which are
-more than the batches that any earlier process can have sent. So numbers never go back, nothing is stored for that, and
-a consumer that asks for what it missed before a restart asks for a number that this process knows to be an older one.
+**Numbers.** Each batch has the next number, and a number is never used again, by no later process either: see
+``numbers.py``. So a consumer that asks for what it missed before a restart asks for a number that this process knows to
+be an older one.
 
 **Replay.** A consumer asks for the batches from a number on. If all of them are in the buffer, it gets these. If not,
 it gets a snapshot: a batch that clears everything, and all that is published at this moment. The snapshot is sent under
 the last numbers before the next one, so that the batches that follow connect to it.
 
 **A slow consumer** gets as many batches as its buffer has room for and misses the others, which it sees by their
-numbers. A consumer of a replay that does not read is not sent more until it does.
+numbers. A consumer of a replay that does not read is not sent more until it does, and is given up after a while.
+
+**The node's loop needs the interpreter.** So blocks are published a few at a time, with a pause between.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
+import stat
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +39,13 @@ import zmq
 from kvtide.block import Kind
 from kvtide.config import Events
 from kvtide.errors import ConfigError
-from kvtide.events import Event, EventsLost
+from kvtide.events import BlockRemoved, BlockStored, Event, EventsLost
 from kvtide.index.index import DRAM
 from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.index.work_slices import rest
 from kvtide.node.events import wire
-from kvtide.node.events.described import BlockSource, Change, DescribedBlocks
+from kvtide.node.events.described import BlockSource, Change, DescribedBlock, DescribedBlocks
+from kvtide.node.events.numbers import LARGEST, BatchNumbers
 from kvtide.store.backend import LocalBackend
 from kvtide.store.node_statistics import KvEventStatistics
 from kvtide.store.partition import NVME
@@ -49,28 +55,30 @@ __all__ = ["NodeEvents"]
 
 log = logging.getLogger("kvtide.events")
 
-_BEGAN = 1_767_225_600_000
-"""The beginning of 2026, in milliseconds."""
 _GATHER = 0.02
 """Seconds that events are gathered before they are published."""
 _IDLE = 1.0
 """Seconds after which the thread looks at its queues, whatever happens."""
 _LINGER = 30.0
 """Seconds that events are followed after the last replay without a subscriber."""
-_WAITING = 100_000
-"""Events of the store that may wait. If there are more, everything is looked at."""
+_WAITING = 250_000
+"""Blocks of events of the store that may wait. If there are more, everything is looked at."""
 _DESCRIPTIONS = 64 << 20
 """Bytes of descriptions that may wait. Blocks of those beyond are not published."""
 _DESCRIPTION = 200
 """Bytes of a description, besides tokens and digests."""
-_BATCH = 192 << 10
-"""Bytes of a batch, about, at most."""
+_KEPT = 300
+"""Bytes that a batch takes in the buffer besides its own."""
 _REPLIES = 64
 """Replays at a time."""
 _SENDS = 16
 """Batches of one replay that are sent in one go."""
-_UNSENT = 8
+_UNSENT = 4
 """Batches of a replay that may wait for their consumer to read."""
+_STALLED = 30.0
+"""Seconds after which a replay is given up whose consumer does not read."""
+_LARGER = 32
+"""Of a batch's usual size, the most that one of a snapshot may have, so that it needs fewer numbers."""
 _PADDING = 4096
 """Empty batches before a snapshot, at most, for consumers that require consecutive numbers from the first on."""
 _RETRY = 0.005
@@ -84,6 +92,8 @@ class _Reply:
     envelope: list[bytes]
     """The address of the consumer, and what it separates addresses from messages with."""
     batches: Iterator[tuple[int, bytes]]
+    moved: float
+    """When the consumer has read some of it last."""
     unsent: list[bytes] | None = None
     ended: bool = False
 
@@ -91,8 +101,9 @@ class _Reply:
 class NodeEvents:
     """Publishes the blocks of one model. ``describe`` is called by the node's loop."""
 
-    def __init__(self, settings: Events, store: Store) -> None:
-        """Raises ConfigError if it cannot listen."""
+    def __init__(self, settings: Events, store: Store, numbers: Path | None = None) -> None:
+        """``numbers``: a file that says which numbers earlier processes may have used. Raises ConfigError if it cannot
+        listen."""
         self._settings = settings
         self._clock = store.clock
         self._feed = store.feed
@@ -110,22 +121,31 @@ class NodeEvents:
         self._described_bytes = self._taken_bytes = 0
         """Each is written by one thread only: the bytes that were put into the queue, and those taken from it."""
         self._undescribed = 0
-        self._events: deque[Event] = deque()
+        self._lock = threading.Lock()
+        """For the four below, and for writing into ``_wake_fd``."""
+        self._events: list[BlockStored | BlockRemoved] = []
+        self._waiting = 0
+        """Blocks in ``_events``."""
         self._missed = False
         """Whether events of the store did not fit."""
+        self._gone = False
+        """Whether ``_wake_fd`` is closed."""
         self._blocks = DescribedBlocks()
-        self._next = max(1, int(self._clock.time() * 1000) - _BEGAN)
+        self._numbers = BatchNumbers(self._clock.time(), numbers)
         self._ring: OrderedDict[int, bytes] = OrderedDict()
         """The last batches by number, without gaps."""
         self._ring_bytes = 0
         self._topics: set[bytes] = set()
-        """What consumers have subscribed to."""
+        """What consumers have subscribed to, of what is published here."""
         self._unfollow = self._no_follower
-        self._active = self._fresh = False
-        """Whether events are followed; whether the next batch tells consumers to forget what they know."""
+        self._active = self._fresh = self._filling = False
+        """Whether events are followed; whether the next batch tells consumers to forget what they know; whether not
+        all that was stored before is published yet, so that replays wait."""
         self._replayed = -_LINGER
         self._due: float | None = None
         self._replies: dict[bytes, _Reply] = {}
+        self._state: tuple[int, list[DescribedBlock], bytes] | None = None
+        """All that was published before a number, and where: for the snapshots of consumers that ask together."""
         self._batches = self._stored = self._removed = self._replays = self._snapshots = 0
         self._seconds = 0.0
         self._closed = False
@@ -133,7 +153,7 @@ class NodeEvents:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._zmq = zmq.Context()
         try:
-            self._publish_socket = self._bound(zmq.XPUB, settings.endpoint, max(8, settings.buffer // _BATCH))
+            self._publish_socket = self._bound(zmq.XPUB, settings.endpoint, max(4, settings.buffer // wire.BATCH))
             self._replay_socket = self._bound(zmq.ROUTER, settings.replay, _UNSENT) if settings.replay else None
         except BaseException:
             self._zmq.destroy(0)
@@ -156,17 +176,19 @@ class NodeEvents:
                 endpoint,
                 ", with the token ids of prompts" if self._settings.token_ids else "",
             )
-        socket: zmq.Socket[bytes] = self._zmq.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, most)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.MAXMSGSIZE, 4096)  # of what consumers send
+        if scheme == "ipc" and not where.startswith("@"):
+            _check_free(Path(where), endpoint)  # ZeroMQ would remove whatever is there
+        made: zmq.Socket[bytes] = self._zmq.socket(kind)
+        made.setsockopt(zmq.SNDHWM, most)
+        made.setsockopt(zmq.LINGER, 200)
+        made.setsockopt(zmq.MAXMSGSIZE, 4096)  # of what consumers send
         try:
-            socket.bind(endpoint)
+            made.bind(endpoint)
             if scheme == "ipc" and not where.startswith("@"):
                 Path(where).chmod(0o600)
         except (zmq.ZMQError, OSError) as e:
             raise ConfigError(f"events: cannot listen at {endpoint}: {e.strerror}; give another address") from e
-        return socket
+        return made
 
     @property
     def address(self) -> str:
@@ -189,7 +211,7 @@ class NodeEvents:
             batches=self._batches,
             stored=self._stored,
             removed=self._removed,
-            next_number=self._next,
+            next_number=self._numbers.next,
             buffered_bytes=self._ring_bytes,
             replays=self._replays,
             snapshots=self._snapshots,
@@ -222,7 +244,9 @@ class NodeEvents:
                 self._said.add(why)
                 log.warning("the blocks of a session are not published: %s", why)
             return None
-        shared = {"local": wire.DISK, "remote": wire.REMOTE, "no": 0}[self._settings.shared]
+        # An array has no field for the locality, so remote blocks cannot be told in arrays.
+        remote = wire.REMOTE if self._maps else 0
+        shared = {"local": wire.DISK, "remote": remote, "no": 0}[self._settings.shared]
         colds = backend.partition.colds
         places = [(cold.number, wire.DISK if cold.number == NVME and not cold.shared else shared) for cold in colds]
         return BlockSource(
@@ -248,17 +272,20 @@ class NodeEvents:
     # -- on any thread ------------------------------------------------------------------------------------
 
     def _happened(self, event: Event) -> None:
-        if len(self._events) >= _WAITING:
-            self._missed = True
-        else:
-            self._events.append(event)
+        with self._lock:
+            if isinstance(event, EventsLost) or self._waiting + len(event.keys) > _WAITING:
+                self._missed = True
+            else:
+                self._waiting += len(event.keys)
+                self._events.append(event)
         self._wake()
 
     def _wake(self) -> None:
         if not self._awake:
-            self._awake = True
-            with contextlib.suppress(OSError):  # it is closed
-                os.eventfd_write(self._wake_fd, 1)
+            with self._lock:
+                if not self._gone:  # another file may have its number now
+                    self._awake = True
+                    os.eventfd_write(self._wake_fd, 1)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -284,9 +311,12 @@ class NodeEvents:
             self._emit(wire.cleared(self._clock.time(), maps=self._maps))
 
     def _step(self, poller: zmq.Poller) -> None:
+        behind = self._active and self._blocks.waiting
+        if behind:
+            rest()
         now = time.monotonic()
         wait = _RETRY if self._replies else _IDLE if self._due is None else max(0.0, self._due - now)
-        ready = dict(poller.poll(int(wait * 1000) + 1))
+        ready = dict(poller.poll(0 if behind else int(wait * 1000) + 1))
         now = time.monotonic()
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -298,32 +328,31 @@ class NodeEvents:
         wanted = bool(self._topics) or bool(self._replies) or now < self._replayed + _LINGER
         if wanted != self._active:
             self._switch(wanted)
-        if not self._active or self._due is None or now >= self._due or not ready:
+        if behind or not self._active or self._due is None or now >= self._due or not ready:
             self._due = None
             self._take()
             if self._active:
                 self._publish()
             self._blocks.clean(self._clock.time())
-        self._send_replies()
+        self._send_replies(now)
         self._seconds = time.thread_time()
 
     def _switch(self, active: bool) -> None:
         """Begin to follow the store, or stop."""
         self._unfollow()
         self._unfollow = self._no_follower
-        self._events.clear()
-        self._active = active
+        self._active, self._state = active, None
+        self._blocks.unpublish()
         if active:
             self._unfollow = self._feed.follow(self._happened)
-            self._blocks.unpublish()
-            self._fresh = True
+            self._fresh = self._filling = True
             self._due = None
 
     def _subscriptions(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
                 message = self._publish_socket.recv(zmq.NOBLOCK)
-                if message[:1] == b"\1":
+                if message[:1] == b"\1" and self._topic.startswith(message[1:]):
                     self._topics.add(message[1:])
                 elif message[:1] == b"\0":
                     self._topics.discard(message[1:])
@@ -335,35 +364,37 @@ class NodeEvents:
             source, parent, digests, tokens = self._described.popleft()
             self._taken_bytes += len(digests) + len(tokens) + _DESCRIPTION
             self._blocks.describe(source, parent, [digests[i : i + 32] for i in range(0, len(digests), 32)], tokens)
-        missed, self._missed = self._missed, False
-        for _ in range(len(self._events)):
-            event = self._events.popleft()
-            if isinstance(event, EventsLost):
-                missed = True
-            else:
+        with self._lock:
+            events, self._events, self._waiting = self._events, [], 0
+            missed, self._missed = self._missed, False
+        if self._active:
+            for event in events:
                 self._blocks.look_at(event.keys)
         if missed:
             self._blocks.look_at_all()
 
     def _publish(self) -> None:
+        """Some of what has happened."""
         if not self._blocks.waiting and not self._fresh:
             return
         time_now = self._clock.time()
         fresh, self._fresh = self._fresh, False
-        for part in [*wire.portions(self._blocks.changes(time_now))] or ([()] if fresh else []):
-            self._emit(wire.payload(time_now, part, maps=self._maps, fresh=fresh))
-            fresh = False
-            for _, before, after in part:
-                self._stored += (after & ~before).bit_count()
-                self._removed += (before & ~after).bit_count()
+        changes, start = self._blocks.changes(time_now), 0
+        for end in wire.cuts(changes) or ([0] if fresh else []):
+            self._emit(wire.payload(time_now, changes[start:end], maps=self._maps, fresh=fresh))
+            fresh, start = False, end
+        for _, before, after in changes:
+            self._stored += (after & ~before).bit_count()
+            self._removed += (before & ~after).bit_count()
 
     def _emit(self, batch: bytes) -> None:
-        number, self._next = self._next, self._next + 1
+        number = self._numbers.take()
         self._ring[number] = batch
-        self._ring_bytes += len(batch)
+        self._ring_bytes += len(batch) + _KEPT
         while self._ring_bytes > self._settings.buffer and len(self._ring) > 1:
-            self._ring_bytes -= len(self._ring.popitem(last=False)[1])
+            self._ring_bytes -= len(self._ring.popitem(last=False)[1]) + _KEPT
         self._batches += 1
+        self._state = None
         self._publish_socket.send_multipart([self._topic, number.to_bytes(8, "big"), batch], zmq.NOBLOCK)
 
     # -- replays ------------------------------------------------------------------------------------------
@@ -371,7 +402,7 @@ class NodeEvents:
     def _requests(self, now: float) -> None:
         assert self._replay_socket is not None
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_REPLIES):  # not what comes meanwhile: it may never end
                 *envelope, start = self._replay_socket.recv_multipart(zmq.NOBLOCK)
                 if not envelope or len(start) != 8 or len(envelope) > 2:
                     continue
@@ -380,11 +411,11 @@ class NodeEvents:
                 self._replayed = now
                 self._replays += 1
                 batches = self._replay(int.from_bytes(start, "big"))
-                self._replies[envelope[0]] = _Reply(envelope, batches)
+                self._replies[envelope[0]] = _Reply(envelope, batches, now)
 
     def _replay(self, start: int) -> Iterator[tuple[int, bytes]]:
         """The batches from a number on. Runs as far as the consumer reads."""
-        stop = self._next
+        stop = self._numbers.next
         if start in self._ring:
             for number in range(start, stop):
                 batch = self._ring.get(number)
@@ -398,35 +429,48 @@ class NodeEvents:
     def _snapshot(self, start: int) -> Iterator[tuple[int, bytes]]:
         """All that is published now, for a consumer that knows the batches before ``start``."""
         self._snapshots += 1
-        state = list(self._blocks.published())
-        room, size = max(1, self._next - start), 1
-        parts = _parts(state, size)
-        if start > self._next:  # the clock was set back: go on from where the consumer is
-            self._next = start + len(parts)
+        if self._state is None or self._state[0] != self._numbers.next:
+            found = list(self._blocks.published())
+            self._state = self._numbers.next, found, bytes([one.published for one in found])
+        _, blocks, places = self._state
+        start = 0 if start >= LARGEST else start
+        room, size = max(1, self._numbers.next - start), 1
+        ends = wire.cuts(_as_stored(blocks, places)) or [0]
+        while len(ends) > room and size < _LARGER:
+            size *= 2
+            ends = wire.cuts(_as_stored(blocks, places), size)
+        if start > self._numbers.next or len(ends) > room:
+            # The consumer is ahead, as when the clock was set back, or knows what is too new: go on from where it is.
+            self._numbers.skip_to(start + len(ends))
             self._ring.clear()
             self._ring_bytes = 0
-        while start <= self._next and len(parts) > room:
-            size *= 2
-            parts = _parts(state, size)
-        first = self._next - len(parts)
+        first = self._numbers.next - len(ends)
         if first - start <= _PADDING:
             for number in range(start, first):
                 yield number, wire.nothing(self._clock.time())
-        for number, part in enumerate(parts, first):
+        at = 0
+        for number, end in enumerate(ends, first):
+            part = [*_as_stored(blocks[at:end], places[at:end])]
             yield number, wire.payload(self._clock.time(), part, maps=self._maps, fresh=number == first)
+            at = end
 
-    def _send_replies(self) -> None:
+    def _send_replies(self, now: float) -> None:
+        if self._filling:
+            self._filling = self._blocks.waiting
+            return
         for address, reply in list(self._replies.items()):
             try:
-                self._send_some(reply)
-            except zmq.Again:
-                continue  # the consumer has not read yet
+                self._send_some(reply, now)
+            except zmq.Again:  # the consumer has not read yet
+                reply.ended = now > reply.moved + _STALLED
             except zmq.ZMQError:  # it is gone
                 reply.ended = True
             if reply.ended:
                 del self._replies[address]
+        if not self._replies:
+            self._state = None
 
-    def _send_some(self, reply: _Reply) -> None:
+    def _send_some(self, reply: _Reply, now: float) -> None:
         assert self._replay_socket is not None
         for _ in range(_SENDS):
             if reply.unsent is None:
@@ -436,7 +480,7 @@ class NodeEvents:
                 reply.unsent = [*reply.envelope, *topic, number, batch]
             self._replay_socket.send_multipart(reply.unsent, zmq.NOBLOCK)
             reply.ended = reply.unsent[-2] == _END
-            reply.unsent = None
+            reply.unsent, reply.moved = None, now
             if reply.ended:
                 return
 
@@ -449,7 +493,10 @@ class NodeEvents:
         self._wake()
         self._thread.join()
         self._zmq.destroy(200)
-        os.close(self._wake_fd)
+        self._numbers.close()
+        with self._lock:
+            self._gone = True
+            os.close(self._wake_fd)
 
 
 def tenant_tag(name: str) -> bytes:
@@ -465,5 +512,25 @@ def tenant_tag(name: str) -> bytes:
     return tag
 
 
-def _parts(state: list[Change], size: int) -> list[list[Change]]:
-    return [list(part) for part in wire.portions(state, size)] or [[]]
+def _as_stored(blocks: Iterable[DescribedBlock], places: bytes) -> Iterator[Change]:
+    return ((block, 0, now) for block, now in zip(blocks, places, strict=True))
+
+
+def _check_free(path: Path, endpoint: str) -> None:
+    """Raises ConfigError if something is at a path that is no socket, or another process listens there."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    why = "a file is there that is no socket"
+    if stat.S_ISSOCK(mode):
+        with socket.socket(socket.AF_UNIX) as there:
+            there.setblocking(False)
+            try:
+                there.connect(str(path))
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # it was left behind
+        why = "another process listens there"
+    raise ConfigError(f"events: cannot listen at {endpoint}: {why}; give another address")

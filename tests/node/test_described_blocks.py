@@ -1,0 +1,106 @@
+"""What is published about described blocks, whatever the order in which things happen to them."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtide.block import BlockKey
+from kvtide.index.index import ABSENT, SEALED, Index
+from kvtide.index.keys import ROOT
+from kvtide.node.events import wire
+from kvtide.node.events.described import BlockSource, DescribedBlocks
+from tests.node.kv_consumer import Mirror
+
+PLACES = ((0, wire.CPU), (1, wire.DISK))
+GROUP, IDENTITY = b"full", 7
+
+
+class Blocks:
+    """Described blocks of an index, and a consumer."""
+
+    def __init__(self) -> None:
+        self.index = Index(len(PLACES))
+        self.source = BlockSource(self.index, ((GROUP, IDENTITY),), 4, 4, "", PLACES)
+        self.described = DescribedBlocks()
+        self.consumer = Mirror()
+
+    def put(self, digest: bytes, tier: int, state: int) -> None:
+        """A block is in a tier, or not any more. Nothing is said about it yet."""
+        key = BlockKey(digest + GROUP)
+        row = self.index.row(key) or self.index.add(key, ROOT, 0)
+        self.index.identity[row] = IDENTITY
+        self.index.state[tier][row] = state
+
+    def publish(self) -> None:
+        """Tell the consumer some of what is to be told. It checks that this can be."""
+        changes, start = self.described.changes(0.0), 0
+        for end in wire.cuts(changes):
+            for event in msgspec.msgpack.decode(wire.payload(0.0, changes[start:end], maps=True))[1]:
+                self.consumer.event(event)
+            start = end
+
+    def believed(self, medium: str) -> set[int]:
+        return set(self.consumer.blocks[medium, "LOCAL"])
+
+
+def number(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_consumer_knows_in_the_end_what_is_where(seed: int) -> None:
+    """Blocks come, move and go in any order, and are looked at in any order: only those with all blocks before them
+    count, and a consumer is never told of a block before its parent."""
+    chance = random.Random(seed)
+    blocks = Blocks()
+    parents: dict[bytes, bytes] = {}
+    for _ in range(60 if seed % 5 else 900):
+        parents[chance.randbytes(32)] = chance.choice(
+            [ROOT, *parents] if chance.random() < 0.2 else [*parents][-3:] or [ROOT]
+        )
+    names = [*parents]
+    where: dict[tuple[bytes, int], int] = {}
+    for digest in chance.sample(names, len(names)):  # children before their parents too
+        blocks.described.describe(blocks.source, parents[digest], [digest], bytes(16))
+    for _ in range(60):
+        changed = [(chance.choice(names), chance.randrange(2)) for _ in range(chance.randrange(30))]
+        for digest, tier in changed:
+            where[digest, tier] = chance.choice([SEALED, SEALED, ABSENT])
+            blocks.put(digest, tier, where[digest, tier])
+        blocks.described.look_at([BlockKey(digest + GROUP) for digest, _ in changed])
+        if chance.random() < 0.7:
+            blocks.publish()
+    while blocks.described.waiting:
+        blocks.publish()
+    whole: set[bytes] = {ROOT}
+    for digest in names:  # parents first
+        if parents[digest] in whole and any(where.get((digest, tier)) == SEALED for tier in (0, 1)):
+            whole.add(digest)
+    for tier, medium in enumerate(("CPU", "STORAGE")):
+        expected = {number(d) for d in whole if d != ROOT and where.get((d, tier)) == SEALED}
+        assert blocks.believed(medium) == expected
+    assert {number(one.digest) for one in blocks.described.published()} == {number(d) for d in whole if d != ROOT}
+
+
+def test_descriptions_of_blocks_that_are_never_stored_are_forgotten() -> None:
+    """Also those that make no sense: a client may say that a block is its own parent, or a parent's parent."""
+    blocks = Blocks()
+    kept = os.urandom(32)
+    blocks.put(kept, 0, SEALED)
+    blocks.described.describe(blocks.source, ROOT, [kept], bytes(16))
+    for _ in range(150):
+        names: list[Any] = [os.urandom(32) for _ in range(500)]
+        blocks.described.describe(blocks.source, names[0], [names[0]], bytes(16))
+        blocks.described.describe(blocks.source, names[1], names[2:4], bytes(32))
+        blocks.described.describe(blocks.source, names[3], names[1:2], bytes(16))
+        blocks.described.describe(blocks.source, kept, names[4:], bytes(16 * 496))
+        while blocks.described.waiting:
+            blocks.publish()
+        blocks.described.clean(0.0)
+    assert len(blocks.described) < 40_000
+    assert blocks.believed("CPU") == {number(kept)}
