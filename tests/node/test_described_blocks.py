@@ -27,6 +27,7 @@ class Blocks:
         self.index = Index(len(PLACES))
         self.source = BlockSource(self.index, ((GROUP, IDENTITY),), 4, 4, "", PLACES)
         self.described = DescribedBlocks()
+        self.encoder = wire.BatchEncoder(maps=True)
         self.consumer = Mirror()
 
     def put(self, digest: bytes, tier: int, state: int) -> None:
@@ -40,7 +41,7 @@ class Blocks:
         """Tell the consumer some of what is to be told. It checks that this can be."""
         changes, start = self.described.changes(0.0), 0
         for end in wire.cuts(changes):
-            for event in msgspec.msgpack.decode(wire.payload(0.0, changes[start:end], maps=True))[1]:
+            for event in msgspec.msgpack.decode(self.encoder.payload(0.0, changes[start:end]))[1]:
                 self.consumer.event(event)
             start = end
 

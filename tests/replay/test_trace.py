@@ -323,8 +323,9 @@ def test_events_of_a_node_are_a_trace_too(tmp_path: Path, maps: bool) -> None:
     one, two = bytes([1] * 32), bytes([2] * 32)
     source = BlockSource(Index(1), (), 16, 16, "", ())
     blocks = [DescribedBlock(a, b, bytes(64), source, 0) for a, b in ((one, ROOT), (two, one))]
-    batches = [wire.payload(1.0, [(block, 0, wire.CPU) for block in blocks], maps=maps, fresh=True)]
-    batches.append(wire.payload(2.0, [(block, wire.CPU, wire.CPU | wire.DISK) for block in blocks], maps=maps))
+    encoder = wire.BatchEncoder(maps=maps)
+    batches = [encoder.payload(1.0, [(block, 0, wire.CPU) for block in blocks], fresh=True)]
+    batches.append(encoder.payload(2.0, [(block, wire.CPU, wire.CPU | wire.DISK) for block in blocks]))
     path = tmp_path / "events.msgpack"
     path.write_bytes(b"".join(batches))
     assert plain(read(path)) == [(1.0, (int.from_bytes(bytes([1] * 8)), int.from_bytes(bytes([2] * 8))))]

@@ -148,10 +148,7 @@ class DescribedBlocks:
         some = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
         blocks = [one for digest in some if (one := known.get(digest)) is not None]
         self._locate(blocks, now)
-        found: dict[bytes, Change] = {}
-        for one in blocks:
-            self._settle(one, found)
-        return [*found.values()]
+        return self._settled(blocks)
 
     def _locate(self, blocks: Sequence[DescribedBlock], now: float) -> None:
         """Ask the index where blocks are."""
@@ -162,9 +159,11 @@ class DescribedBlocks:
             for one, here in zip(some, _places(some[0].source, some, now), strict=True):
                 one.here = here
 
-    def _settle(self, first: DescribedBlock, found: dict[bytes, Change]) -> None:
-        """Publish a block as what it is, and its descendants if this decides whether they can be."""
-        known, blocks = self._known, [first]
+    def _settled(self, blocks: list[DescribedBlock]) -> list[Change]:
+        """Publish blocks as what they are, and their descendants if this decides whether they can be. Uses up
+        ``blocks``."""
+        known, found = self._known, dict[bytes, Change]()
+        blocks.reverse()
         while blocks:
             one = blocks.pop()
             now, before = one.here, one.published
@@ -180,6 +179,7 @@ class DescribedBlocks:
                 before = earlier[1]
             if now != before:
                 found[one.digest] = one, before, now
+        return [*found.values()]
 
     def published(self) -> Iterator[DescribedBlock]:
         """All published blocks, parents before children."""

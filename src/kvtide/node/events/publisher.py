@@ -131,6 +131,7 @@ class NodeEvents:
         self._gone = False
         """Whether ``_wake_fd`` is closed."""
         self._blocks = DescribedBlocks()
+        self._encoder = wire.BatchEncoder(maps=self._maps)
         self._numbers = BatchNumbers(self._clock.time(), numbers)
         self._ring: OrderedDict[int, bytes] = OrderedDict()
         """The last batches by number, without gaps."""
@@ -308,7 +309,7 @@ class NodeEvents:
                 time.sleep(_IDLE)
         self._unfollow()
         if self._active:  # nothing can be loaded from here any more
-            self._emit(wire.cleared(self._clock.time(), maps=self._maps))
+            self._emit(self._encoder.cleared(self._clock.time()))
 
     def _step(self, poller: zmq.Poller) -> None:
         behind = self._active and self._blocks.waiting
@@ -381,7 +382,7 @@ class NodeEvents:
         fresh, self._fresh = self._fresh, False
         changes, start = self._blocks.changes(time_now), 0
         for end in wire.cuts(changes) or ([0] if fresh else []):
-            self._emit(wire.payload(time_now, changes[start:end], maps=self._maps, fresh=fresh))
+            self._emit(self._encoder.payload(time_now, changes[start:end], fresh=fresh))
             fresh, start = False, end
         for _, before, after in changes:
             self._stored += (after & ~before).bit_count()
@@ -447,11 +448,11 @@ class NodeEvents:
         first = self._numbers.next - len(ends)
         if first - start <= _PADDING:
             for number in range(start, first):
-                yield number, wire.nothing(self._clock.time())
+                yield number, self._encoder.nothing(self._clock.time())
         at = 0
         for number, end in enumerate(ends, first):
             part = [*_as_stored(blocks[at:end], places[at:end])]
-            yield number, wire.payload(self._clock.time(), part, maps=self._maps, fresh=number == first)
+            yield number, self._encoder.payload(self._clock.time(), part, fresh=number == first)
             at = end
 
     def _send_replies(self, now: float) -> None:

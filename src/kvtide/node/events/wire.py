@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvtide.index.keys import ROOT
 from kvtide.node.events.described import Change, DescribedBlock
 
-__all__ = ["BATCH", "CPU", "DISK", "REMOTE", "cleared", "cuts", "nothing", "payload"]
+__all__ = ["BATCH", "CPU", "DISK", "REMOTE", "BatchEncoder", "cuts"]
 
 CPU: Final = 1
 DISK: Final = 2
@@ -36,12 +36,6 @@ _EVENT = 160
 """Bytes of an event besides hashes and token ids, about, and of a batch."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that the hashes of a block's pages differ."""
-
-_HASHES = np.dtype([("head", "u1"), ("number", ">u8")])
-_WIDE, _NARROW = (np.dtype([("head", "u1"), ("number", kind)]) for kind in (">u4", ">u2"))
-"""Numbers as MessagePack has them: a byte that says how many bytes follow."""
-
-_ENCODE = msgspec.msgpack.Encoder().encode
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
@@ -79,11 +73,11 @@ def cuts(changes: Iterable[Change], least: int = 1) -> list[int]:
     """Where to cut changes into portions for one batch each: the end of each. ``least``: of the size that a batch has
     otherwise, how many it may have."""
     ends: list[int] = []
-    start = size = at = 0
+    start = size = at = hashed = 0
     for at, (block, before, now) in enumerate(changes):
-        hashed = 9 * (block.source.block_tokens // block.source.page) + _EVENT
-        stored, removed = _COUNT[now & ~before], _COUNT[before & ~now]
-        more = (stored + removed) * hashed + stored * (len(block.tokens) // 4 * 5)
+        # all that is published has blocks and pages of the same size
+        hashed = hashed or _EVENT + 9 * (block.source.block_tokens // block.source.page)
+        more = _COUNT[before ^ now] * hashed + _COUNT[now & ~before] * (len(block.tokens) // 4 * 5)
         if at > start and (size + more > BATCH * least or at - start >= _MOST * least):
             ends.append(at)
             start, size = at, 0
@@ -91,24 +85,79 @@ def cuts(changes: Iterable[Change], least: int = 1) -> list[int]:
     return [*ends, at + 1] if size else ends
 
 
-def payload(time: float, changes: Sequence[Change], *, maps: bool, fresh: bool = False) -> bytes:
-    """A batch of changes. ``fresh``: consumers first forget what they knew."""
-    events: list[Any] = [_Cleared()] if fresh else []
-    runs = _runs(changes)
-    if runs:
-        hashed, tokens = _hashes(runs), _tokens(runs)
-        events += [(_stored(run, hashed, tokens) if run.stored else _removed(run, hashed)) for run in runs]
-    return _ENCODE([time, events if maps else [_array(event) for event in events], 0])
+class BatchEncoder:
+    """Makes the bytes of batches. For one thread: its memory is used again for the next batch, because the pages of new
+    memory cost more than the work."""
+
+    def __init__(self, *, maps: bool) -> None:
+        self._maps = maps
+        self._hashed = _Numbers(">u8", 0xCF)
+        self._wide, self._narrow = _Numbers(">u4", 0xCE), _Numbers(">u2", 0xCD)
+        self._into = msgspec.msgpack.Encoder().encode_into
+        self._encoded = bytearray(BATCH)
+
+    def payload(self, time: float, changes: Sequence[Change], *, fresh: bool = False) -> bytes:
+        """A batch of changes. ``fresh``: consumers first forget what they knew."""
+        events: list[Any] = [_Cleared()] if fresh else []
+        runs = _runs(changes)
+        if runs:
+            self._hashed.encode(_hashes(runs))
+            ids = np.frombuffer(b"".join([block.tokens for run in runs if run.stored for block in run.blocks]), "<u4")
+            tokens = self._wide if len(ids) and int(ids.max()) > 0xFFFF else self._narrow
+            tokens.encode(ids)
+            events += [(self._stored(run, tokens) if run.stored else self._removed(run)) for run in runs]
+        self._into([time, events if self._maps else [_array(event) for event in events], 0], self._encoded)
+        return bytes(self._encoded)
+
+    def cleared(self, time: float) -> bytes:
+        """A batch that says that nothing is stored any more."""
+        return self.payload(time, (), fresh=True)
+
+    def nothing(self, time: float) -> bytes:
+        """A batch without events."""
+        return self.payload(time, ())
+
+    def _stored(self, run: _Run, tokens: _Numbers) -> _Stored:
+        first = run.blocks[0]
+        source = first.source
+        pages = len(run.blocks) * (source.block_tokens // source.page)
+        medium, locality = _NAMES[run.place]
+        extras: list[list[str] | None] | None = None
+        if source.salt and first.parent == ROOT:
+            extras = [[f"dynamo-cache-salt:{source.salt}"], *[None] * (pages - 1)]
+        parent = None if first.parent == ROOT else int.from_bytes(first.parent[:8], "big")
+        ids = tokens.array(sum([len(block.tokens) for block in run.blocks]) // 4)
+        return _Stored(self._hashed.array(pages), parent, ids, source.page, None, medium, None, extras, locality)
+
+    def _removed(self, run: _Run) -> _Removed:
+        source = run.blocks[0].source
+        pages = len(run.blocks) * (source.block_tokens // source.page)
+        return _Removed(self._hashed.array(pages), *_NAMES[run.place])
 
 
-def cleared(time: float, *, maps: bool) -> bytes:
-    """A batch that says that nothing is stored any more."""
-    return payload(time, (), maps=maps, fresh=True)
+class _Numbers:
+    """Numbers as MessagePack has them, each after a byte that says how long it is. All of a batch are encoded together,
+    and taken from here in the order in which they were: that takes a tenth of the time."""
 
+    def __init__(self, kind: str, head: int) -> None:
+        self._kind, self._head = np.dtype([("head", "u1"), ("number", kind)]), head
+        self._made = np.empty(0, self._kind)
+        self._bytes = memoryview(b"")
+        self._at = 0
 
-def nothing(time: float) -> bytes:
-    """A batch without events."""
-    return _ENCODE([time, [], 0])
+    def encode(self, numbers: npt.NDArray[Any]) -> None:
+        if len(numbers) > len(self._made):
+            self._made = np.empty(2 * len(numbers), self._kind)
+            self._made["head"] = self._head
+            self._bytes = self._made.view(np.uint8).data
+        self._made["number"][: len(numbers)] = numbers
+        self._at = 0
+
+    def array(self, count: int) -> msgspec.Raw:
+        """The next ``count`` of them, as an array."""
+        head = b"\xdd" + count.to_bytes(4, "big") if count > 0xFFFF else b"\xdc" + count.to_bytes(2, "big")
+        start, self._at = self._at, self._at + count * self._kind.itemsize
+        return msgspec.Raw(b"".join((head, self._bytes[start : self._at])))
 
 
 def _runs(changes: Sequence[Change]) -> list[_Run]:
@@ -131,24 +180,7 @@ def _continues(last: DescribedBlock, block: DescribedBlock, stored: bool) -> boo
     return last.source is block.source and (not stored or last.digest == block.parent)
 
 
-class _Numbers:
-    """Numbers of MessagePack, one after the other. All numbers of a batch are encoded together, and taken from here in
-    the order in which they were: that takes a tenth of the time."""
-
-    def __init__(self, kind: np.dtype[Any], head: int, numbers: npt.NDArray[Any]) -> None:
-        encoded = bytearray(kind.itemsize * len(numbers))
-        made = np.frombuffer(encoded, kind)
-        made["head"], made["number"] = head, numbers
-        self._encoded, self._width, self._at = memoryview(encoded), kind.itemsize, 0
-
-    def array(self, count: int) -> msgspec.Raw:
-        """The next ``count`` of them, as an array."""
-        head = b"\xdd" + count.to_bytes(4, "big") if count > 0xFFFF else b"\xdc" + count.to_bytes(2, "big")
-        start, self._at = self._at, self._at + count * self._width
-        return msgspec.Raw(b"".join((head, self._encoded[start : self._at])))
-
-
-def _hashes(runs: Sequence[_Run]) -> _Numbers:
+def _hashes(runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
     """The hashes of the pages of blocks. They follow from a block's name, so they are the same on every node; the last
     one is the block's own, which its children name as their parent."""
     source = runs[0].blocks[0].source  # all that is published has blocks and pages of the same size
@@ -156,32 +188,7 @@ def _hashes(runs: Sequence[_Run]) -> _Numbers:
     own = np.frombuffer(names, ">u8").astype(np.uint64)
     pages = np.arange(1, source.block_tokens // source.page + 1, dtype=np.uint64)
     pages[-1] = 0
-    return _Numbers(_HASHES, 0xCF, (own[:, None] + pages * _STEP).ravel())
-
-
-def _tokens(runs: Sequence[_Run]) -> _Numbers:
-    """The token ids of all blocks that are stored."""
-    ids = np.frombuffer(b"".join([block.tokens for run in runs if run.stored for block in run.blocks]), "<u4")
-    wide = bool(len(ids)) and int(ids.max()) > 0xFFFF
-    return _Numbers(_WIDE, 0xCE, ids) if wide else _Numbers(_NARROW, 0xCD, ids)
-
-
-def _stored(run: _Run, hashes: _Numbers, tokens: _Numbers) -> _Stored:
-    first = run.blocks[0]
-    source = first.source
-    pages = len(run.blocks) * (source.block_tokens // source.page)
-    medium, locality = _NAMES[run.place]
-    extras: list[list[str] | None] | None = None
-    if source.salt and first.parent == ROOT:
-        extras = [[f"dynamo-cache-salt:{source.salt}"], *[None] * (pages - 1)]
-    parent = None if first.parent == ROOT else int.from_bytes(first.parent[:8], "big")
-    ids = tokens.array(sum([len(block.tokens) for block in run.blocks]) // 4)
-    return _Stored(hashes.array(pages), parent, ids, source.page, None, medium, None, extras, locality)
-
-
-def _removed(run: _Run, hashes: _Numbers) -> _Removed:
-    source = run.blocks[0].source
-    return _Removed(hashes.array(len(run.blocks) * (source.block_tokens // source.page)), *_NAMES[run.place])
+    return (own[:, None] + pages * _STEP).ravel()
 
 
 def _array(event: Any) -> list[Any]:
