@@ -1,11 +1,15 @@
 """What KV events cost: at a node's step, with and without a consumer, and at 50,000 blocks per second.
 
-    python -m bench.events [--pairs 30]
+    python -m bench.events [--pairs 10] [--seconds 10] [--rate 50000]
+
+The rate is measured in one process without a node: descriptions and events of the store go in at 50,000 blocks per
+second, and a consumer in a process of its own reads and decodes them. Sent in pages of 16 tokens, and as blocks of 256.
 
 The step is what an engine's scheduler asks of the node for one request: a match, and a reservation that is written and
-sealed. Three nodes run side by side, without events, with events and no consumer, and with one; each round times the
-same steps at all three, in a random order. The rate is measured in one process without a node: descriptions and events
-of the store go in at 50,000 blocks per second, and a consumer in a process of its own reads them.
+sealed; memory is full, so each step also evicts. Three nodes run side by side, without events, with events and no
+consumer, and with one. Each pair makes some steps at all three, in a random order and with a pause after each, so that
+nobody pays for what another has put off. Figures are the medians of the pairs, with the interval in which the median is
+in 95 % of samples drawn from them. CPU times count what a node puts off, too, so they are the steadier figures.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from kvtide import Layout, Model, config
@@ -34,36 +40,41 @@ from kvtide.index.keys import DEFAULT_TENANT, ROOT
 from kvtide.node.client.client import Client
 from kvtide.node.events.publisher import NodeEvents
 from kvtide.store.backend import LocalBackend
+from kvtide.store.node_statistics import KvEventStatistics
 from kvtide.store.store import Store
 
-_TOKENS, _BLOCKS, _STEPS = 256, 8, 40
+_TOKENS, _BLOCKS, _STEPS = 256, 8, 400
+_PAUSE = 0.2
 LAYOUT = Layout.attention(layers=1, heads=1, head_dim=8, block_tokens=_TOKENS)
 MODEL = Model(LAYOUT, "bench")
 
 
-def steps(client: Client, first: int) -> float:
-    """Seconds of some steps, each with a prompt of its own."""
+def steps(client: Client, first: int) -> tuple[float, float]:
+    """Seconds of some steps, each with a prompt of its own, and CPU seconds of this process."""
     data = {"full": [np.zeros(LAYOUT.geometry["full"].nbytes, np.uint8)] * _BLOCKS}
     prompts = [np.full(_TOKENS * _BLOCKS, first + i, np.uint32) for i in range(_STEPS)]
     with client.session(MODEL) as session:
         chains = [session.chain(prompt) for prompt in prompts]
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for chain in chains:
             with session.match(chain):
                 pass
             session.store(chain, data["full"])
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - cpu
 
 
 def cost(pairs: int) -> dict[str, Any]:
+    context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        nodes, clients = [], []
+        nodes, clients, read = [], [], context.Array("q", 2)
+        reader = context.Process(target=_follow, args=(f"ipc://{folder}/consumer.events", read), daemon=True)
         try:
-            for name, given in (("off", {}), ("alone", {"events": 1}), ("consumer", {"events": 1})):
-                environment = {**os.environ, "KVTIDE_DRAM_BUDGET": "64MiB", "KVTIDE_DRAM_SEGMENT": "4MiB"}
-                if given:
+            for name in ("off", "alone", "consumer"):
+                environment = {**os.environ, "KVTIDE_DRAM_BUDGET": "16MiB", "KVTIDE_DRAM_SEGMENT": "4MiB"}
+                if name != "off":
                     environment |= {
                         "KVTIDE_EVENTS_ENDPOINT": f"ipc://{folder}/{name}.events",
+                        "KVTIDE_EVENTS_REPLAY": f"ipc://{folder}/{name}.replay",
                         "KVTIDE_EVENTS_TOKEN_IDS": "true",
                     }
                 path = Path(folder) / f"{name}.sock"
@@ -72,72 +83,103 @@ def cost(pairs: int) -> dict[str, Any]:
                 while not path.exists():
                     time.sleep(0.05)
                 clients.append(Client(path))
-            reader = get_context("spawn").Process(target=_read, args=(f"ipc://{folder}/consumer.events",), daemon=True)
             reader.start()
-            time.sleep(2)
+            while not _published(clients[2]).subscriptions:
+                time.sleep(0.05)
             for client in clients:
                 steps(client, 1)
-            seconds: list[list[float]] = [[], [], []]
-            cpu = [0.0] * 3
+            wall, cpu, own = ([[0.0] * pairs for _ in nodes] for _ in range(3))
+            before = _published(clients[2])
             for at in range(pairs):
-                order = [0, 1, 2]
-                random.shuffle(order)
-                for one in order:
-                    before = _cpu(nodes[one].pid)
-                    seconds[one].append(steps(clients[one], 1000 + at * _STEPS))
-                    cpu[one] += _cpu(nodes[one].pid) - before
-            reader.kill()
+                for one in random.sample(range(3), 3):
+                    time.sleep(_PAUSE)
+                    start = _cpu(nodes[one].pid)
+                    wall[one][at], own[one][at] = steps(clients[one], 1_000_000 + at * _STEPS)
+                    time.sleep(_PAUSE)
+                    cpu[one][at] = _cpu(nodes[one].pid) - start
+            after, described = _published(clients[2]), _published(clients[1]).described
         finally:
+            if reader.is_alive():
+                reader.kill()
             for client in clients:
                 client.close()
             for node in nodes:
                 node.send_signal(signal.SIGKILL)
                 node.wait()
-    off = np.array(seconds[0])
-    found: dict[str, Any] = {"step_us": round(float(np.median(off)) / _STEPS * 1e6, 1)}
-    for name, some, used in zip(("without a consumer", "with one"), seconds[1:], cpu[1:], strict=True):
-        ratios = np.log(np.array(some) / off)
-        low, high = np.percentile([np.median(np.random.choice(ratios, len(ratios))) for _ in range(2000)], [2.5, 97.5])
+    found: dict[str, Any] = {
+        "pairs": pairs,
+        "steps_of_each": pairs * _STEPS,
+        "blocks_stored_by_each": pairs * _STEPS * _BLOCKS,
+        "step_us": round(float(np.median(wall[0])) / _STEPS * 1e6, 1),
+        "node_cpu_us_per_step": round(float(np.median(cpu[0])) / _STEPS * 1e6, 1),
+        "described_without_a_consumer": described,
+        "published": {"stored": after.stored - before.stored, "removed": after.removed - before.removed},
+        "read": {"batches": read[0], "lost": read[1]},
+    }
+    for one, name in ((1, "without a consumer"), (2, "with one")):
         found[name] = {
-            "step": f"{np.expm1(np.median(ratios)):+.1%} ({np.expm1(low):+.1%} to {np.expm1(high):+.1%})",
-            "node_cpu_us_per_step": round((used - cpu[0]) / pairs / _STEPS * 1e6, 1),
+            "step": _percent(np.array(wall[one]) / np.array(wall[0]) - 1),
+            "client_cpu": _percent((np.array(own[one]) - np.array(own[0])) / np.array(wall[0])),
+            "node_cpu": _percent((np.array(cpu[one]) - np.array(cpu[0])) / np.array(wall[0])),
         }
     return found
 
 
+def _percent(shares: npt.NDArray[np.float64]) -> str:
+    """The median, and where it is in 95 % of samples, as parts of the step without events."""
+    medians = [np.median(np.random.choice(shares, len(shares))) for _ in range(2000)]
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return f"{np.median(shares):+.1%} ({low:+.1%} to {high:+.1%})"
+
+
+def _published(client: Client) -> KvEventStatistics:
+    node = client.status().node
+    assert node is not None
+    assert node.events is not None
+    return node.events
+
+
 def _cpu(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of a process, to the nanosecond."""
+    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def _follow(endpoint: str, read: Any) -> None:
+    """A consumer that counts the batches that it got, and those that it missed."""
+    socket = zmq.Context().socket(zmq.SUB)
+    socket.connect(endpoint)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    expected = 0
+    while True:
+        at = int.from_bytes(socket.recv_multipart()[1], "big")
+        read[0] += 1
+        read[1] += at - expected if expected else 0
+        expected = at + 1
 
 
 def _map(event: Any) -> dict[str, Any]:
     return event if isinstance(event, dict) else {"type": event[0], "block_hashes": event[1] if event[1:] else ()}
 
 
-def _read(endpoint: str, results: Any = None) -> None:
-    """A consumer that reads all, and tells how many batches it missed and how old each was."""
-    import msgspec
-
+def _read(endpoint: str, results: Any) -> None:
+    """A consumer that reads and decodes all, and tells how many batches it missed and how old each was."""
     socket = zmq.Context().socket(zmq.SUB)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(endpoint)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
-    expected, lost, lags, blocks, timeout = 0, 0, [], 0, 120_000
+    expected, lost, lags, blocks, timeout, cpu = 0, 0, [], 0, 120_000, time.process_time()
     while socket.poll(timeout):
         _, number, batch = socket.recv_multipart()
         at = int.from_bytes(number, "big")
         lost += at - expected if expected else 0
         expected = at + 1
-        if results is None:
-            continue
         found = msgspec.msgpack.decode(batch)
         lags.append(time.time() - found[0])
         blocks += sum(
             len(event.get("block_hashes", ())) for event in map(_map, found[1]) if event["type"] == "BlockStored"
         )
         timeout = 10_000
-    if results is not None:
-        results.put((blocks, lost, np.percentile(lags, [50, 99]).tolist()))
+    results.put((blocks, lost, np.percentile(lags or [np.nan], [50, 99]).tolist(), time.process_time() - cpu))
 
 
 def rate(per_second: int, seconds: float, form: str, page: int = 0) -> dict[str, Any]:
@@ -176,7 +218,7 @@ def rate(per_second: int, seconds: float, form: str, page: int = 0) -> dict[str,
                 index.identity[rows] = identity
                 index.state[DRAM][rows] = SEALED
             tokens = os.urandom(4 * _TOKENS * _BLOCKS)
-            before, start = events.statistics().cpu_seconds, time.perf_counter()
+            before, start = time.process_time() - time.thread_time(), time.perf_counter()
             for turn in range(turns):
                 left = start + turn / 100 - time.perf_counter()
                 if left > 0:
@@ -188,7 +230,8 @@ def rate(per_second: int, seconds: float, form: str, page: int = 0) -> dict[str,
                 store.feed.publish([BlockStored("dram", tuple(keys[some]))])
             took = time.perf_counter() - start
             sent = turns * portion
-            found, lost, (middle, late) = results.get(timeout=120)
+            found, lost, (middle, late), reading = results.get(timeout=120)
+            used = time.process_time() - time.thread_time() - before
             after = events.statistics()
             events.close()
             with index.lock:
@@ -202,19 +245,22 @@ def rate(per_second: int, seconds: float, form: str, page: int = 0) -> dict[str,
         "batches_lost": lost,
         "lag_ms_median": round(middle * 1e3, 1),
         "lag_ms_p99": round(late * 1e3, 1),
-        "cpu_us_per_block": round((after.cpu_seconds - before) / (sent * pages) * 1e6, 2),
-        "undescribed": after.undescribed,
+        "cpu_us_per_block": round(used / (sent * pages) * 1e6, 2),
+        "consumer_cpu_us_per_block": round(reading / (sent * pages) * 1e6, 2),
+        "undescribed": after.undescribed * pages,
+        "buffered_mib": round(after.buffered_bytes / 2**20, 1),
     }
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--pairs", type=int, default=30)
+    arguments.add_argument("--pairs", type=int, default=10)
     arguments.add_argument("--rate", type=int, default=50_000)
     arguments.add_argument("--seconds", type=float, default=10.0)
     given = arguments.parse_args()
-    rates = [rate(given.rate, given.seconds, form, page) for form in ("map", "array") for page in (16, 0)]
-    print(json.dumps({"rate": rates}, indent=2))
+    for form in ("map", "array"):
+        for page in (16, 0):
+            print(json.dumps({"rate": rate(given.rate, given.seconds, form, page)}, indent=2), flush=True)
     print(json.dumps({"cost": cost(given.pairs)}, indent=2))
 
 
