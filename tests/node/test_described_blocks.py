@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from typing import Any
 
 import msgspec
@@ -12,8 +13,8 @@ import pytest
 from kvtide.block import BlockKey
 from kvtide.index.index import ABSENT, SEALED, Index
 from kvtide.index.keys import ROOT
-from kvtide.node.events import wire
-from kvtide.node.events.described import BlockSource, DescribedBlocks
+from kvtide.node.events import described, wire
+from kvtide.node.events.described import BlockSource, Change, DescribedBlocks
 from tests.node.kv_consumer import Mirror
 
 PLACES = ((0, wire.CPU), (1, wire.DISK))
@@ -39,53 +40,72 @@ class Blocks:
 
     def publish(self) -> None:
         """Tell the consumer some of what is to be told. It checks that this can be."""
-        changes, start = self.described.changes(0.0), 0
-        for end in wire.cuts(changes):
-            for event in msgspec.msgpack.decode(self.encoder.payload(0.0, changes[start:end]))[1]:
-                self.consumer.event(event)
-            start = end
+        self.tell(self.described.changes(0.0), self.consumer)
 
-    def believed(self, medium: str) -> set[int]:
-        return set(self.consumer.blocks[medium, "LOCAL"])
+    def tell(self, changes: list[Change], consumer: Mirror) -> None:
+        columns, start = self.described.columns, 0
+        for end in wire.cuts(columns, changes):
+            for event in msgspec.msgpack.decode(self.encoder.payload(0.0, columns, changes[start:end]))[1]:
+                consumer.event(event)
+            start = end
 
 
 def number(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
+def tokens_of(digest: bytes) -> bytes:
+    return digest[8:24]
+
+
 @pytest.mark.parametrize("seed", range(25))
-def test_a_consumer_knows_in_the_end_what_is_where(seed: int) -> None:
-    """Blocks come, move and go in any order, and are looked at in any order: only those with all blocks before them
-    count, and a consumer is never told of a block before its parent."""
+def test_a_consumer_knows_in_the_end_what_is_where(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come, move and go in any order, are described in any order, and again, and are forgotten: only those with
+    all blocks before them count, and a consumer is never told of a block before its parent."""
     chance = random.Random(seed)
+    monkeypatch.setattr(described, "_LEAST", 20)
     blocks = Blocks()
     parents: dict[bytes, bytes] = {}
     for _ in range(60 if seed % 5 else 900):
-        parents[chance.randbytes(32)] = chance.choice(
-            [ROOT, *parents] if chance.random() < 0.2 else [*parents][-3:] or [ROOT]
-        )
+        last = [*parents][-3:] or [ROOT]
+        parents[chance.randbytes(32)] = chance.choice([ROOT, *parents] if chance.random() < 0.2 else last)
     names = [*parents]
     where: dict[tuple[bytes, int], int] = {}
-    for digest in chance.sample(names, len(names)):  # children before their parents too
-        blocks.described.describe(blocks.source, parents[digest], [digest], bytes(16))
+
+    def describe(digest: bytes) -> None:
+        path = [digest]
+        while parents[path[0]] != ROOT and chance.random() < 0.7:
+            path.insert(0, parents[path[0]])
+        tokens = b"".join(tokens_of(one) for one in path)
+        blocks.described.describe(blocks.source, parents[path[0]], path, tokens)
+
     for _ in range(60):
         changed = [(chance.choice(names), chance.randrange(2)) for _ in range(chance.randrange(30))]
         for digest, tier in changed:
             where[digest, tier] = chance.choice([SEALED, SEALED, ABSENT])
             blocks.put(digest, tier, where[digest, tier])
+            describe(digest)
         blocks.described.look_at([BlockKey(digest + GROUP) for digest, _ in changed])
         if chance.random() < 0.7:
             blocks.publish()
+        if chance.random() < 0.3:
+            blocks.described.clean(0.0)
     while blocks.described.waiting:
         blocks.publish()
     whole: set[bytes] = {ROOT}
     for digest in names:  # parents first
         if parents[digest] in whole and any(where.get((digest, tier)) == SEALED for tier in (0, 1)):
             whole.add(digest)
-    for tier, medium in enumerate(("CPU", "STORAGE")):
-        expected = {number(d) for d in whole if d != ROOT and where.get((d, tier)) == SEALED}
-        assert blocks.believed(medium) == expected
-    assert {number(one.digest) for one in blocks.described.published()} == {number(d) for d in whole if d != ROOT}
+    late = Mirror()
+    blocks.tell([(one, 0, places) for one, places in zip(*blocks.described.published(), strict=True)], late)
+    for consumer in (blocks.consumer, late):
+        for tier, medium in enumerate(("CPU", "STORAGE")):
+            expected = {
+                number(d): (None if parents[d] == ROOT else number(parents[d]), struct.unpack("<4I", tokens_of(d)))
+                for d in whole
+                if d != ROOT and where.get((d, tier)) == SEALED
+            }
+            assert consumer.blocks[medium, "LOCAL"] == expected
 
 
 def test_descriptions_of_blocks_that_are_never_stored_are_forgotten() -> None:
@@ -104,4 +124,4 @@ def test_descriptions_of_blocks_that_are_never_stored_are_forgotten() -> None:
             blocks.publish()
         blocks.described.clean(0.0)
     assert len(blocks.described) < 40_000
-    assert blocks.believed("CPU") == {number(kept)}
+    assert set(blocks.consumer.blocks["CPU", "LOCAL"]) == {number(kept)}

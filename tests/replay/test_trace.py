@@ -18,7 +18,7 @@ from kvtide.errors import TraceError
 from kvtide.index.index import Index
 from kvtide.index.keys import ROOT
 from kvtide.node.events import wire
-from kvtide.node.events.described import BlockSource, DescribedBlock
+from kvtide.node.events.described import BlockSource, DescribedBlocks
 from kvtide.replay.block_tokens import BlockTokenSizes, full_blocks
 from kvtide.replay.trace import TraceRequest, chains, load, read
 
@@ -322,10 +322,11 @@ def test_events_of_a_node_are_a_trace_too(tmp_path: Path, maps: bool) -> None:
     """They are about its memory and its disk: blocks that are in both are one request."""
     one, two = bytes([1] * 32), bytes([2] * 32)
     source = BlockSource(Index(1), (), 16, 16, "", ())
-    blocks = [DescribedBlock(a, b, bytes(64), source, 0) for a, b in ((one, ROOT), (two, one))]
-    encoder = wire.BatchEncoder(maps=maps)
-    batches = [encoder.payload(1.0, [(block, 0, wire.CPU) for block in blocks], fresh=True)]
-    batches.append(encoder.payload(2.0, [(block, wire.CPU, wire.CPU | wire.DISK) for block in blocks]))
+    described, encoder = DescribedBlocks(), wire.BatchEncoder(maps=maps)
+    described.describe(source, ROOT, [one, two], bytes(128))
+    columns = described.columns
+    batches = [encoder.payload(1.0, columns, [(block, 0, wire.CPU) for block in (0, 1)], fresh=True)]
+    batches.append(encoder.payload(2.0, columns, [(block, wire.CPU, wire.CPU | wire.DISK) for block in (0, 1)]))
     path = tmp_path / "events.msgpack"
     path.write_bytes(b"".join(batches))
     assert plain(read(path)) == [(1.0, (int.from_bytes(bytes([1] * 8)), int.from_bytes(bytes([2] * 8))))]

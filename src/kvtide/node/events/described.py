@@ -14,12 +14,13 @@ that needs them cannot be used. They are published again when the block is back.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import cast
 
-import msgspec
 import numpy as np
 
 from kvtide.block import BlockKey
@@ -27,12 +28,14 @@ from kvtide.index.index import SEALED, Index
 from kvtide.index.keys import ROOT
 from kvtide.index.work_slices import rest
 
-__all__ = ["BlockSource", "Change", "DescribedBlock", "DescribedBlocks"]
+__all__ = ["NONE", "BlockSource", "Change", "Columns", "DescribedBlocks"]
 
 _AT_ONCE = 256
 """Blocks that are looked up under the index's lock at a time."""
 _LEAST = 16384
 """Descriptions from which on those of absent blocks are looked for."""
+NONE, UNKNOWN = -1, -2
+"""Instead of the number of a block's parent: it has none, or one that is not described."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,40 +54,54 @@ class BlockSource:
     places: tuple[tuple[int, int], ...]
     """The number of each tier, and the bit of the place that consumers know it as."""
 
-
-class DescribedBlock(msgspec.Struct, eq=False, gc=False):
-    """A block, by the digest in its keys. There may be a million: the garbage collector must not visit them."""
-
-    digest: bytes
-    parent: bytes
-    tokens: bytes
-    """As u32 little-endian; empty if the operator does not allow them."""
-    source: BlockSource
-    born: int
-    """The round of cleaning in which it was described last."""
-    here: int = 0
-    """Bits of the places where it is."""
-    published: int = 0
-    """Bits of the places where consumers believe it to be."""
-    children: dict[bytes, DescribedBlock] | None = None
+    @property
+    def pages(self) -> int:
+        """Blocks in events for each of its blocks."""
+        return self.block_tokens // self.page
 
 
-Change = tuple[DescribedBlock, int, int]
-"""A block, the places where it was published before, and those where it is published now."""
+Change = tuple[int, int, int]
+"""A block, the bits of the places where it was published before, and of those where it is published now."""
+
+
+class Columns:
+    """What blocks consist of, by their numbers. There may be a million of them: lists of numbers and of bytes cost a
+    part of what objects would, and the garbage collector does not visit what is in them. Blocks are only added."""
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        """By which each is known in its keys."""
+        self.parents: list[int] = []
+        """The number of the block before it, or ``NONE``, or ``UNKNOWN``. Blocks that are described together follow
+        each other, so most have the number before their own here."""
+        self.tokens: list[bytes] = []
+        """As u32 little-endian: those of each block, and maybe of others; empty if the operator does not allow them."""
+        self.offsets: list[int] = []
+        """Where each block's own begin there."""
+        self.sources: list[BlockSource] = []
 
 
 class DescribedBlocks:
     """For one thread."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, DescribedBlock] = {}
-        self._first: dict[bytes, DescribedBlock] = {}
-        """Blocks without a parent."""
-        self._waiting: dict[bytes, dict[bytes, DescribedBlock]] = {}
+        self.columns = Columns()
+        """Replaced when blocks are forgotten, which then get other numbers."""
+        self._known: dict[bytes, int] = {}
+        """The numbers of blocks, by digest."""
+        self._here = bytearray()
+        """Of each block, the bits of the places where it is."""
+        self._published = bytearray()
+        """Of each block, the bits of the places where consumers believe it to be."""
+        self._born: list[int] = []
+        """The round of cleaning in which each was described last."""
+        self._children: dict[int, list[int]] = {}
+        """Of each block, those after it, besides one that has the next number."""
+        self._waiting: dict[bytes, list[int]] = {}
         """Children of parents that are not described, by the parent's digest."""
-        self._looked_at: dict[bytes, None] = {}
+        self._looked_at: dict[int, None] = {}
         """In the order of descriptions, so that blocks that follow each other are looked at together."""
-        self._next: deque[bytes] = deque()
+        self._next: deque[int] = deque()
         """Those whose turn it is, before those of ``_looked_at``."""
         self._round = 0
         self._clean_at = _LEAST
@@ -94,44 +111,58 @@ class DescribedBlocks:
 
     def describe(self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
         """Consecutive blocks, the first of them after ``parent``."""
-        size = 4 * source.block_tokens if tokens else 0
-        above = self._known.get(parent)
+        known, size = self._known, 4 * source.block_tokens if tokens else 0
+        if known.keys().isdisjoint(digests) and len({parent, *digests}) == len(digests) + 1:
+            self._add(source, parent, digests, tokens, 0, size)
+            return
         for i, digest in enumerate(digests):
-            one = self._known.get(digest)
-            if one is not None:
-                one.born = self._round
+            number = known.get(digest)
+            if number is not None:
+                self._born[number] = self._round
             elif digest != parent:  # no block is its own parent, whatever a client says
-                one = DescribedBlock(digest, parent, tokens[i * size : i * size + size], source, self._round)
-                if self._waiting:
-                    one.children = self._waiting.pop(digest, None)
-                self._known[digest] = one
-                self._children(above, parent)[digest] = one
-                self._looked_at[digest] = None
-            parent, above = digest, one
+                self._add(source, parent, [digest], tokens[i * size : i * size + size], 0, size)
+            parent = digest
 
-    def _children(self, above: DescribedBlock | None, parent: bytes) -> dict[bytes, DescribedBlock]:
-        """The blocks after ``parent``, which is the block ``above``, or one that is not described."""
-        if parent == ROOT:
-            return self._first
-        if above is None:
-            return self._waiting.setdefault(parent, {})
-        if above.children is None:
-            above.children = {}
-        return above.children
+    def _add(
+        self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes, at: int, size: int
+    ) -> None:
+        columns, first, count = self.columns, len(self.columns.digests), len(digests)
+        numbers = range(first, first + count)
+        above = NONE if parent == ROOT else self._known.get(parent, UNKNOWN)
+        if above == UNKNOWN:
+            self._waiting.setdefault(parent, []).append(first)
+        elif above not in (NONE, first - 1):
+            self._children.setdefault(above, []).append(first)
+        self._known.update(zip(digests, numbers, strict=True))
+        columns.digests += digests
+        columns.parents.append(above)
+        columns.parents += numbers[:-1]
+        columns.tokens += [tokens] * count
+        columns.offsets += range(0, size * count, size) if size else [0] * count
+        columns.sources += [source] * count
+        self._here += bytes(count)
+        self._published += bytes(count)
+        self._born += [self._round] * count
+        self._looked_at.update(dict.fromkeys(numbers))
+        if self._waiting:
+            for number, digest in zip(numbers, digests, strict=True):
+                for child in self._waiting.pop(digest, ()):
+                    columns.parents[child] = number
+                    self._children.setdefault(number, []).append(child)
 
     def look_at(self, keys: Iterable[BlockKey]) -> None:
         """Something happened to these blocks."""
-        self._looked_at.update(dict.fromkeys([key[:32] for key in keys]))
+        known = self._known.get
+        self._looked_at.update([(number, None) for key in keys if (number := known(key[:32])) is not None])
 
     def look_at_all(self) -> None:
         """Anything may have happened."""
         self._next.clear()
-        self._looked_at = dict.fromkeys(self._known)
+        self._looked_at = dict.fromkeys(range(len(self._known)))
 
     def unpublish(self) -> None:
         """Consumers believe nothing any more."""
-        for one in self._known.values():
-            one.published = 0
+        self._published = bytearray(len(self._published))
         self.look_at_all()
 
     @property
@@ -144,92 +175,129 @@ class DescribedBlocks:
         expired. Each block is in it once: a consumer may apply parts of it in another order."""
         if not self._next:
             self._next, self._looked_at = deque(self._looked_at), {}
-        known, take = self._known, self._next.popleft
-        some = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
-        blocks = [one for digest in some if (one := known.get(digest)) is not None]
+        take = self._next.popleft
+        blocks = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
         self._locate(blocks, now)
         return self._settled(blocks)
 
-    def _locate(self, blocks: Sequence[DescribedBlock], now: float) -> None:
+    def _locate(self, blocks: Sequence[int], now: float) -> None:
         """Ask the index where blocks are."""
-        by_source: dict[int, list[DescribedBlock]] = {}
+        sources, here, by_source = self.columns.sources, self._here, dict[int, list[int]]()
         for one in blocks:
-            by_source.setdefault(id(one.source), []).append(one)
+            by_source.setdefault(id(sources[one]), []).append(one)
+        digests = self.columns.digests
         for some in by_source.values():
-            for one, here in zip(some, _places(some[0].source, some, now), strict=True):
-                one.here = here
+            found = _places(sources[some[0]], [digests[one] for one in some], now)
+            for one, places in zip(some, found, strict=True):
+                here[one] = places
 
-    def _settled(self, blocks: list[DescribedBlock]) -> list[Change]:
+    def _settled(self, blocks: list[int]) -> list[Change]:
         """Publish blocks as what they are, and their descendants if this decides whether they can be. Uses up
         ``blocks``."""
-        known, found = self._known, dict[bytes, Change]()
+        parents, children, end = self.columns.parents, self._children, len(self._known) - 1
+        here, published, found = self._here, self._published, dict[int, Change]()
         blocks.reverse()
         while blocks:
             one = blocks.pop()
-            now, before = one.here, one.published
-            if now and one.parent != ROOT:
-                above = known.get(one.parent)
-                now = now if above is not None and above.published else 0
+            now, before = here[one], published[one]
+            if now:
+                above = parents[one]
+                if above == UNKNOWN or (above != NONE and not published[above]):
+                    now = 0
             if now == before:
                 continue
-            one.published = now
-            if one.children and (not now or not before):
-                blocks.extend(one.children.values())
-            if (earlier := found.pop(one.digest, None)) is not None:
+            published[one] = now
+            if not now or not before:
+                if one in children:
+                    blocks += children[one]
+                if one < end and parents[one + 1] == one:
+                    blocks.append(one + 1)
+            if (earlier := found.pop(one, None)) is not None:
                 before = earlier[1]
             if now != before:
-                found[one.digest] = one, before, now
+                found[one] = one, before, now
         return [*found.values()]
 
-    def published(self) -> Iterator[DescribedBlock]:
-        """All published blocks, parents before children."""
-        blocks = list(self._first.values())
-        while blocks:
-            one = blocks.pop()
-            if one.published:
-                yield one
-                if one.children:
-                    blocks.extend(one.children.values())
+    def published(self) -> tuple[array[int], bytes]:
+        """All published blocks, parents before children, and the places of each."""
+        parents, children, published, end = self.columns.parents, self._children, self._published, len(self._known) - 1
+        found = array("l")
+        for first in [number for number, above in enumerate(parents) if above == NONE]:
+            blocks = [first]
+            while blocks:
+                one = blocks.pop()
+                if published[one]:
+                    found.append(one)
+                    if one in children:
+                        blocks += children[one]
+                    if one < end and parents[one + 1] == one:
+                        blocks.append(one + 1)
+        return found, bytes([published[one] for one in found])
 
     def clean(self, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it
         may be stored in a moment."""
         if len(self._known) < self._clean_at:
             return
-        absent = [one for one in self._known.values() if not one.published]
+        absent = [number for number, places in enumerate(self._published) if not places]
         for start in range(0, len(absent), _AT_ONCE):
             if start:
                 rest()
-            some = absent[start : start + _AT_ONCE]
-            self._locate(some, now)
-            for one in some:
-                if one.here:
-                    self._looked_at[one.digest] = None  # what was found out just now is not published yet
-                elif one.born < self._round:
-                    self._forget(one)
+            self._locate(absent[start : start + _AT_ONCE], now)
+        keep = [
+            bool(places or here or born >= self._round)
+            for places, here, born in zip(self._published, self._here, self._born, strict=True)
+        ]
+        looked_at = [*self._next, *self._looked_at, *[one for one in absent if self._here[one]]]
+        self._forget(keep, looked_at)
         self._round += 1
         self._clean_at = max(_LEAST, len(self._known) + len(self._known) // 2)
 
-    def _forget(self, one: DescribedBlock) -> None:
-        siblings = self._children(self._known.get(one.parent), one.parent)
-        del siblings[one.digest], self._known[one.digest]
-        self._looked_at.pop(one.digest, None)
-        if not siblings:
-            self._waiting.pop(one.parent, None)
-        if one.children:
-            self._waiting[one.digest] = one.children
+    def _forget(self, keep: Sequence[bool], looked_at: Iterable[int]) -> None:
+        """Keep some blocks only, under new numbers, and some of them to look at."""
+        old, new = self.columns, Columns()
+        new.digests, new.sources = [*compress(old.digests, keep)], [*compress(old.sources, keep)]
+        numbers = (np.cumsum(keep) - 1).tolist()
+        # Tokens of forgotten blocks are not kept for the sake of others that were described with them.
+        whole = {id(tokens) for tokens in old.tokens} - {
+            id(t) for t, kept in zip(old.tokens, keep, strict=True) if not kept
+        }
+        for tokens, offset, source in compress(zip(old.tokens, old.offsets, old.sources, strict=True), keep):
+            if tokens and id(tokens) not in whole:
+                tokens, offset = tokens[offset : offset + 4 * source.block_tokens], 0
+            new.tokens.append(tokens)
+            new.offsets.append(offset)
+        self._known = dict(zip(new.digests, range(len(new.digests)), strict=True))
+        self._children, waiting, self._waiting = {}, self._waiting, {}
+        of = {child: digest for digest, some in waiting.items() for child in some}
+        for number, above in compress(enumerate(old.parents), keep):
+            mine = numbers[number]
+            if above >= 0 and not keep[above]:
+                of[number], above = old.digests[above], UNKNOWN
+            if above == UNKNOWN:
+                self._waiting.setdefault(of[number], []).append(mine)
+            elif above != NONE:
+                above = numbers[above]
+                if above != mine - 1:
+                    self._children.setdefault(above, []).append(mine)
+            new.parents.append(above)
+        self._here, self._published = bytearray(compress(self._here, keep)), bytearray(compress(self._published, keep))
+        self._born = [*compress(self._born, keep)]
+        self._next.clear()
+        self._looked_at = {numbers[one]: None for one in looked_at if keep[one]}
+        self.columns = new
 
 
-def _places(source: BlockSource, blocks: Sequence[DescribedBlock], now: float) -> list[int]:
+def _places(source: BlockSource, digests: Sequence[bytes], now: float) -> list[int]:
     index = source.index
-    here = np.full(len(blocks), 0xFF, np.uint8)
+    here = np.full(len(digests), 0xFF, np.uint8)
     for ending, identity in source.groups:
-        keys = cast("list[BlockKey]", [one.digest + ending for one in blocks])
+        keys = cast("list[BlockKey]", [digest + ending for digest in digests])
         with index.lock:
             rows = index.own_rows(keys, identity)
             states = [index.state[tier][rows] for tier, _ in source.places]
             expiry = index.expiry[rows] if index.mortal else None
-        of_group = np.zeros(len(blocks), np.uint8)
+        of_group = np.zeros(len(digests), np.uint8)
         for state, (_, place) in zip(states, source.places, strict=True):
             of_group |= (state == SEALED).view(np.uint8) * np.uint8(place)
         if expiry is not None:

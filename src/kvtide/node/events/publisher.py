@@ -29,8 +29,9 @@ import socket
 import stat
 import threading
 import time
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,7 @@ from kvtide.index.index import DRAM
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.index.work_slices import rest
 from kvtide.node.events import wire
-from kvtide.node.events.described import BlockSource, Change, DescribedBlock, DescribedBlocks
+from kvtide.node.events.described import BlockSource, Change, Columns, DescribedBlocks
 from kvtide.node.events.numbers import LARGEST, BatchNumbers
 from kvtide.store.backend import LocalBackend
 from kvtide.store.node_statistics import KvEventStatistics
@@ -145,7 +146,7 @@ class NodeEvents:
         self._replayed = -_LINGER
         self._due: float | None = None
         self._replies: dict[bytes, _Reply] = {}
-        self._state: tuple[int, list[DescribedBlock], bytes] | None = None
+        self._state: tuple[int, Columns, array[int], bytes] | None = None
         """All that was published before a number, and where: for the snapshots of consumers that ask together."""
         self._batches = self._stored = self._removed = self._replays = self._snapshots = 0
         self._seconds = 0.0
@@ -380,9 +381,9 @@ class NodeEvents:
             return
         time_now = self._clock.time()
         fresh, self._fresh = self._fresh, False
-        changes, start = self._blocks.changes(time_now), 0
-        for end in wire.cuts(changes) or ([0] if fresh else []):
-            self._emit(self._encoder.payload(time_now, changes[start:end], fresh=fresh))
+        columns, changes, start = self._blocks.columns, self._blocks.changes(time_now), 0
+        for end in wire.cuts(columns, changes) or ([0] if fresh else []):
+            self._emit(self._encoder.payload(time_now, columns, changes[start:end], fresh=fresh))
             fresh, start = False, end
         for _, before, after in changes:
             self._stored += (after & ~before).bit_count()
@@ -431,28 +432,30 @@ class NodeEvents:
         """All that is published now, for a consumer that knows the batches before ``start``."""
         self._snapshots += 1
         if self._state is None or self._state[0] != self._numbers.next:
-            found = list(self._blocks.published())
-            self._state = self._numbers.next, found, bytes([one.published for one in found])
-        _, blocks, places = self._state
+            blocks, places = self._blocks.published()
+            self._state = self._numbers.next, self._blocks.columns, blocks, places
+        _, columns, blocks, places = self._state
+        state = _as_stored(blocks, places)
         start = 0 if start >= LARGEST else start
         room, size = max(1, self._numbers.next - start), 1
-        ends = wire.cuts(_as_stored(blocks, places)) or [0]
+        ends = wire.cuts(columns, state) or [0]
         while len(ends) > room and size < _LARGER:
             size *= 2
-            ends = wire.cuts(_as_stored(blocks, places), size)
+            ends = wire.cuts(columns, state, size)
         if start > self._numbers.next or len(ends) > room:
             # The consumer is ahead, as when the clock was set back, or knows what is too new: go on from where it is.
             self._numbers.skip_to(start + len(ends))
             self._ring.clear()
             self._ring_bytes = 0
+        del state  # a consumer may read slowly
         first = self._numbers.next - len(ends)
         if first - start <= _PADDING:
             for number in range(start, first):
                 yield number, self._encoder.nothing(self._clock.time())
         at = 0
         for number, end in enumerate(ends, first):
-            part = [*_as_stored(blocks[at:end], places[at:end])]
-            yield number, self._encoder.payload(self._clock.time(), part, fresh=number == first)
+            part = _as_stored(blocks[at:end], places[at:end])
+            yield number, self._encoder.payload(self._clock.time(), columns, part, fresh=number == first)
             at = end
 
     def _send_replies(self, now: float) -> None:
@@ -513,8 +516,8 @@ def tenant_tag(name: str) -> bytes:
     return tag
 
 
-def _as_stored(blocks: Iterable[DescribedBlock], places: bytes) -> Iterator[Change]:
-    return ((block, 0, now) for block, now in zip(blocks, places, strict=True))
+def _as_stored(blocks: array[int], places: bytes) -> list[Change]:
+    return [(block, 0, now) for block, now in zip(blocks, places, strict=True)]
 
 
 def _check_free(path: Path, endpoint: str) -> None:

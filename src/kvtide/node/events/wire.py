@@ -7,7 +7,7 @@ take a hash only as an unsigned number of 64 bits: so there are no other kinds o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.index.keys import ROOT
-from kvtide.node.events.described import Change, DescribedBlock
+from kvtide.node.events.described import NONE, Change, Columns
 
 __all__ = ["BATCH", "CPU", "DISK", "REMOTE", "BatchEncoder", "cuts"]
 
@@ -66,23 +65,7 @@ class _Run:
 
     place: int
     stored: bool
-    blocks: list[DescribedBlock]
-
-
-def cuts(changes: Iterable[Change], least: int = 1) -> list[int]:
-    """Where to cut changes into portions for one batch each: the end of each. ``least``: of the size that a batch has
-    otherwise, how many it may have."""
-    ends: list[int] = []
-    start = size = at = hashed = 0
-    for at, (block, before, now) in enumerate(changes):
-        # all that is published has blocks and pages of the same size
-        hashed = hashed or _EVENT + 9 * (block.source.block_tokens // block.source.page)
-        more = _COUNT[before ^ now] * hashed + _COUNT[now & ~before] * (len(block.tokens) // 4 * 5)
-        if at > start and (size + more > BATCH * least or at - start >= _MOST * least):
-            ends.append(at)
-            start, size = at, 0
-        size += more
-    return [*ends, at + 1] if size else ends
+    blocks: list[int]
 
 
 class BatchEncoder:
@@ -96,42 +79,43 @@ class BatchEncoder:
         self._into = msgspec.msgpack.Encoder().encode_into
         self._encoded = bytearray(BATCH)
 
-    def payload(self, time: float, changes: Sequence[Change], *, fresh: bool = False) -> bytes:
+    def payload(self, time: float, columns: Columns, changes: Sequence[Change], *, fresh: bool = False) -> bytes:
         """A batch of changes. ``fresh``: consumers first forget what they knew."""
         events: list[Any] = [_Cleared()] if fresh else []
-        runs = _runs(changes)
+        runs = _runs(columns, changes)
         if runs:
-            self._hashed.encode(_hashes(runs))
-            ids = np.frombuffer(b"".join([block.tokens for run in runs if run.stored for block in run.blocks]), "<u4")
+            self._hashed.encode(_hashes(columns, runs))
+            ids = np.frombuffer(b"".join([some for run in runs if run.stored for some in _tokens(columns, run)]), "<u4")
             tokens = self._wide if len(ids) and int(ids.max()) > 0xFFFF else self._narrow
             tokens.encode(ids)
-            events += [(self._stored(run, tokens) if run.stored else self._removed(run)) for run in runs]
+            events += [
+                (self._stored(columns, run, tokens) if run.stored else self._removed(columns, run)) for run in runs
+            ]
         self._into([time, events if self._maps else [_array(event) for event in events], 0], self._encoded)
         return bytes(self._encoded)
 
     def cleared(self, time: float) -> bytes:
         """A batch that says that nothing is stored any more."""
-        return self.payload(time, (), fresh=True)
+        return self.payload(time, Columns(), (), fresh=True)
 
     def nothing(self, time: float) -> bytes:
         """A batch without events."""
-        return self.payload(time, ())
+        return self.payload(time, Columns(), ())
 
-    def _stored(self, run: _Run, tokens: _Numbers) -> _Stored:
-        first = run.blocks[0]
-        source = first.source
-        pages = len(run.blocks) * (source.block_tokens // source.page)
+    def _stored(self, columns: Columns, run: _Run, tokens: _Numbers) -> _Stored:
+        first, count = run.blocks[0], len(run.blocks)
+        source, above = columns.sources[first], columns.parents[first]
+        pages = count * source.pages
         medium, locality = _NAMES[run.place]
         extras: list[list[str] | None] | None = None
-        if source.salt and first.parent == ROOT:
+        if source.salt and above == NONE:
             extras = [[f"dynamo-cache-salt:{source.salt}"], *[None] * (pages - 1)]
-        parent = None if first.parent == ROOT else int.from_bytes(first.parent[:8], "big")
-        ids = tokens.array(sum([len(block.tokens) for block in run.blocks]) // 4)
+        parent = None if above == NONE else int.from_bytes(columns.digests[above][:8], "big")
+        ids = tokens.array(count * source.block_tokens if columns.tokens[first] else 0)
         return _Stored(self._hashed.array(pages), parent, ids, source.page, None, medium, None, extras, locality)
 
-    def _removed(self, run: _Run) -> _Removed:
-        source = run.blocks[0].source
-        pages = len(run.blocks) * (source.block_tokens // source.page)
+    def _removed(self, columns: Columns, run: _Run) -> _Removed:
+        pages = len(run.blocks) * columns.sources[run.blocks[0]].pages
         return _Removed(self._hashed.array(pages), *_NAMES[run.place])
 
 
@@ -160,35 +144,62 @@ class _Numbers:
         return msgspec.Raw(b"".join((head, self._bytes[start : self._at])))
 
 
-def _runs(changes: Sequence[Change]) -> list[_Run]:
-    found: list[_Run] = []
-    growing: dict[tuple[int, bool], _Run] = {}
+def cuts(columns: Columns, changes: Sequence[Change], least: int = 1) -> list[int]:
+    """Where to cut changes into portions for one batch each: the end of each. ``least``: of the size that a batch has
+    otherwise, how many it may have."""
+    if not changes:
+        return []
+    first = changes[0][0]
+    source = columns.sources[first]  # all that is published has blocks and pages of the same size
+    hashed, tokens = 9 * source.pages + _EVENT, 5 * source.block_tokens if columns.tokens[first] else 0
+    ends: list[int] = []
+    start = size = 0
+    for at, (_, before, now) in enumerate(changes):
+        more = _COUNT[before ^ now] * hashed + _COUNT[now & ~before] * tokens
+        if at > start and (size + more > BATCH * least or at - start >= _MOST * least):
+            ends.append(at)
+            start, size = at, 0
+        size += more
+    return [*ends, len(changes)]
+
+
+def _runs(columns: Columns, changes: Sequence[Change]) -> list[_Run]:
+    """Events that may have several blocks: stored ones each after the other. All that is removed comes last: a block
+    that moves must be somewhere when one after it is stored."""
+    parents, stored, removed = columns.parents, list[_Run](), dict[int, _Run]()
+    growing: dict[int, _Run] = {}
     for block, before, now in changes:
         for place in _CHANGED[before ^ now]:
-            stored = bool(now & place)
-            run = growing.get((place, stored))
-            if run is not None and _continues(run.blocks[-1], block, stored):
-                run.blocks.append(block)
+            if not now & place:
+                removed.setdefault(place, _Run(place, False, [])).blocks.append(block)
                 continue
-            run = growing[place, stored] = _Run(place, stored, [block])
-            found.append(run)
-    return found
+            run = growing.get(place)
+            if run is not None and parents[block] == run.blocks[-1]:
+                run.blocks.append(block)
+            else:
+                run = growing[place] = _Run(place, True, [block])
+                stored.append(run)
+    return [*stored, *removed.values()]
 
 
-def _continues(last: DescribedBlock, block: DescribedBlock, stored: bool) -> bool:
-    """Whether one event may have both blocks, one after the other."""
-    return last.source is block.source and (not stored or last.digest == block.parent)
-
-
-def _hashes(runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
+def _hashes(columns: Columns, runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
     """The hashes of the pages of blocks. They follow from a block's name, so they are the same on every node; the last
     one is the block's own, which its children name as their parent."""
-    source = runs[0].blocks[0].source  # all that is published has blocks and pages of the same size
-    names = b"".join([block.digest[:8] for run in runs for block in run.blocks])
+    digests = columns.digests
+    names = b"".join([digests[block][:8] for run in runs for block in run.blocks])
     own = np.frombuffer(names, ">u8").astype(np.uint64)
-    pages = np.arange(1, source.block_tokens // source.page + 1, dtype=np.uint64)
+    pages = np.arange(1, columns.sources[runs[0].blocks[0]].pages + 1, dtype=np.uint64)
     pages[-1] = 0
     return (own[:, None] + pages * _STEP).ravel()
+
+
+def _tokens(columns: Columns, run: _Run) -> list[memoryview]:
+    """The tokens of a run, in pieces."""
+    blocks, tokens, offsets = run.blocks, columns.tokens, columns.offsets
+    first, last, size = blocks[0], blocks[-1], 4 * columns.sources[blocks[0]].block_tokens
+    if last - first == len(blocks) - 1 and tokens[first] is tokens[last]:  # they were described together
+        return [memoryview(tokens[first])[offsets[first] : offsets[last] + size]]
+    return [memoryview(tokens[block])[offsets[block] : offsets[block] + size] for block in blocks]
 
 
 def _array(event: Any) -> list[Any]:
