@@ -18,25 +18,27 @@ from kvtide.node.events.described import BlockSource, Change, DescribedBlocks
 from tests.node.kv_consumer import Mirror
 
 PLACES = ((0, wire.CPU), (1, wire.DISK))
-GROUP, IDENTITY = b"full", 7
+GROUPS, IDENTITY = (b"full", b"more"), 7
 
 
 class Blocks:
-    """Described blocks of an index, and a consumer."""
+    """Described blocks of an index, in one or two groups, and a consumer."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1) -> None:
         self.index = Index(len(PLACES))
-        self.source = BlockSource(self.index, ((GROUP, IDENTITY),), 4, 4, "", PLACES)
+        self.groups = GROUPS[:groups]
+        self.source = BlockSource(self.index, tuple((group, IDENTITY) for group in self.groups), 4, 4, "", PLACES)
         self.described = DescribedBlocks()
         self.encoder = wire.BatchEncoder(maps=True)
         self.consumer = Mirror()
 
     def put(self, digest: bytes, tier: int, state: int) -> None:
-        """A block is in a tier, or not any more. Nothing is said about it yet."""
-        key = BlockKey(digest + GROUP)
-        row = self.index.row(key) or self.index.add(key, ROOT, 0)
-        self.index.identity[row] = IDENTITY
-        self.index.state[tier][row] = state
+        """A block is in a tier, or not any more: not all of its groups are. Nothing is said about it yet."""
+        for group in self.groups if state == SEALED else self.groups[-1:]:
+            key = BlockKey(digest + group)
+            row = self.index.row(key) or self.index.add(key, ROOT, 0)
+            self.index.identity[row] = IDENTITY
+            self.index.state[tier][row] = state
 
     def publish(self) -> None:
         """Tell the consumer some of what is to be told. It checks that this can be."""
@@ -64,7 +66,7 @@ def test_a_consumer_knows_in_the_end_what_is_where(seed: int, monkeypatch: pytes
     all blocks before them count, and a consumer is never told of a block before its parent."""
     chance = random.Random(seed)
     monkeypatch.setattr(described, "_LEAST", 20)
-    blocks = Blocks()
+    blocks = Blocks(groups=1 + seed % 2)
     parents: dict[bytes, bytes] = {}
     for _ in range(60 if seed % 5 else 900):
         last = [*parents][-3:] or [ROOT]
@@ -85,7 +87,7 @@ def test_a_consumer_knows_in_the_end_what_is_where(seed: int, monkeypatch: pytes
             where[digest, tier] = chance.choice([SEALED, SEALED, ABSENT])
             blocks.put(digest, tier, where[digest, tier])
             describe(digest)
-        blocks.described.look_at([BlockKey(digest + GROUP) for digest, _ in changed])
+        blocks.described.look_at([BlockKey(digest + chance.choice(blocks.groups)) for digest, _ in changed])
         if chance.random() < 0.7:
             blocks.publish()
         if chance.random() < 0.3:

@@ -321,7 +321,7 @@ def test_events_as_json_lines(tmp_path: Path) -> None:
 def test_events_of_a_node_are_a_trace_too(tmp_path: Path, maps: bool) -> None:
     """They are about its memory and its disk: blocks that are in both are one request."""
     one, two = bytes([1] * 32), bytes([2] * 32)
-    source = BlockSource(Index(1), (), 16, 16, "", ())
+    source = BlockSource(Index(1), ((b"", 0),), 16, 16, "", ())
     described, encoder = DescribedBlocks(), wire.BatchEncoder(maps=maps)
     described.describe(source, ROOT, [one, two], bytes(128))
     columns = described.columns

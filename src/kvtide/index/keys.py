@@ -338,10 +338,10 @@ class Chain:
         """The tokens of all full blocks, to name them for another model or tenant."""
         return memoryview(bytes(self._named)).cast("I")
 
-    def tokens_of(self, block: int) -> bytes:
-        """The tokens of a full block, as u32 little-endian."""
+    def tokens_of(self, block: int, blocks: int = 1) -> bytes:
+        """The tokens of some consecutive full blocks, as u32 little-endian."""
         size = self.block_tokens * 4
-        return bytes(self._named[block * size : (block + 1) * size])
+        return bytes(memoryview(self._named)[block * size : (block + blocks) * size])
 
     def parent(self, block: int) -> bytes:
         """The digest of the parent of block ``block``."""

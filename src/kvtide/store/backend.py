@@ -67,7 +67,7 @@ class BlockNames(Protocol):
 
     def parent(self, block: int) -> bytes: ...
 
-    def tokens_of(self, block: int) -> bytes: ...
+    def tokens_of(self, block: int, blocks: int = 1) -> bytes: ...
 
 
 class PrefixLease:
@@ -241,7 +241,7 @@ class _Digests:
     def parent(self, block: int) -> bytes:
         return self.joined[32 * block - 32 : 32 * block] if block else ROOT
 
-    def tokens_of(self, block: int) -> bytes:
+    def tokens_of(self, block: int, blocks: int = 1) -> bytes:
         return b""
 
 

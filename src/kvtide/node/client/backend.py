@@ -426,7 +426,7 @@ class RemoteBackend:
         first = start if p.TOKENS_FROM_START in link.welcome.features else 0
         if link.welcome.tokens and len(digests) + 4 * self.layout.block_tokens * (stop - first) < p.LARGEST - _REST:
             # for longer prompts the records have no token ids
-            tokens = b"".join(names.tokens_of(i) for i in range(first, stop))
+            tokens = names.tokens_of(first, stop - first)
         self._describe(link, session, names, stop)
         sealed = last.number if last is not None and last.link is link else None
         numbers = [self.layout.groups.index(g) for g in groups]
@@ -452,7 +452,7 @@ class RemoteBackend:
             for at in range(first, stop, step):
                 end = min(at + step, stop)
                 digests = joined[32 * at : 32 * end]
-                tokens = b"".join(names.tokens_of(i) for i in range(at, end)) if wants == 2 else b""
+                tokens = names.tokens_of(at, end - at) if wants == 2 else b""
                 link.later(p.Describe(session, names.parent(at), digests, tokens))
                 known.update(digests[i : i + 32] for i in range(0, len(digests), 32))
 

@@ -69,8 +69,8 @@ class Columns:
     part of what objects would, and the garbage collector does not visit what is in them. Blocks are only added."""
 
     def __init__(self) -> None:
-        self.digests: list[bytes] = []
-        """By which each is known in its keys."""
+        self.keys: list[BlockKey] = []
+        """In the first group; the digest comes first in it."""
         self.parents: list[int] = []
         """The number of the block before it, or ``NONE``, or ``UNKNOWN``. Blocks that are described together follow
         each other, so most have the number before their own here."""
@@ -87,8 +87,8 @@ class DescribedBlocks:
     def __init__(self) -> None:
         self.columns = Columns()
         """Replaced when blocks are forgotten, which then get other numbers."""
-        self._known: dict[bytes, int] = {}
-        """The numbers of blocks, by digest."""
+        self._known: dict[BlockKey, int] = {}
+        """The numbers of blocks, by their keys in the first group."""
         self._here = bytearray()
         """Of each block, the bits of the places where it is."""
         self._published = bytearray()
@@ -112,29 +112,32 @@ class DescribedBlocks:
     def describe(self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
         """Consecutive blocks, the first of them after ``parent``."""
         known, size = self._known, 4 * source.block_tokens if tokens else 0
-        if known.keys().isdisjoint(digests) and len({parent, *digests}) == len(digests) + 1:
-            self._add(source, parent, digests, tokens, 0, size)
+        ending = source.groups[0][0]
+        keys = cast("list[BlockKey]", [digest + ending for digest in digests])
+        if known.keys().isdisjoint(keys) and len({parent, *digests}) == len(digests) + 1:
+            self._add(source, parent, keys, tokens, size)
             return
-        for i, digest in enumerate(digests):
-            number = known.get(digest)
+        for i, (key, digest) in enumerate(zip(keys, digests, strict=True)):
+            number = known.get(key)
             if number is not None:
                 self._born[number] = self._round
             elif digest != parent:  # no block is its own parent, whatever a client says
-                self._add(source, parent, [digest], tokens[i * size : i * size + size], 0, size)
+                self._add(source, parent, [key], tokens[i * size : i * size + size], size)
             parent = digest
 
-    def _add(
-        self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes, at: int, size: int
-    ) -> None:
-        columns, first, count = self.columns, len(self.columns.digests), len(digests)
+    def _add(self, source: BlockSource, parent: bytes, keys: Sequence[BlockKey], tokens: bytes, size: int) -> None:
+        """Blocks that are not known."""
+        columns, first, count = self.columns, len(self.columns.keys), len(keys)
         numbers = range(first, first + count)
-        above = NONE if parent == ROOT else self._known.get(parent, UNKNOWN)
+        above = NONE
+        if parent != ROOT:
+            above = self._known.get(BlockKey(parent + source.groups[0][0]), UNKNOWN)
         if above == UNKNOWN:
             self._waiting.setdefault(parent, []).append(first)
         elif above not in (NONE, first - 1):
             self._children.setdefault(above, []).append(first)
-        self._known.update(zip(digests, numbers, strict=True))
-        columns.digests += digests
+        self._known.update(zip(keys, numbers, strict=True))
+        columns.keys += keys
         columns.parents.append(above)
         columns.parents += numbers[:-1]
         columns.tokens += [tokens] * count
@@ -145,15 +148,18 @@ class DescribedBlocks:
         self._born += [self._round] * count
         self._looked_at.update(dict.fromkeys(numbers))
         if self._waiting:
-            for number, digest in zip(numbers, digests, strict=True):
-                for child in self._waiting.pop(digest, ()):
+            for number, key in zip(numbers, keys, strict=True):
+                for child in self._waiting.pop(key[:32], ()):
                     columns.parents[child] = number
                     self._children.setdefault(number, []).append(child)
 
-    def look_at(self, keys: Iterable[BlockKey]) -> None:
-        """Something happened to these blocks."""
+    def look_at(self, keys: Sequence[BlockKey]) -> None:
+        """Something happened to these blocks, in any group."""
+        if self.columns.sources and len(groups := self.columns.sources[0].groups) > 1:
+            ending = groups[0][0]
+            keys = [BlockKey(key[:32] + ending) for key in keys]
         known = self._known.get
-        self._looked_at.update([(number, None) for key in keys if (number := known(key[:32])) is not None])
+        self._looked_at.update([(number, None) for key in keys if (number := known(key)) is not None])
 
     def look_at_all(self) -> None:
         """Anything may have happened."""
@@ -182,13 +188,10 @@ class DescribedBlocks:
 
     def _locate(self, blocks: Sequence[int], now: float) -> None:
         """Ask the index where blocks are."""
-        sources, here, by_source = self.columns.sources, self._here, dict[int, list[int]]()
-        for one in blocks:
-            by_source.setdefault(id(sources[one]), []).append(one)
-        digests = self.columns.digests
-        for some in by_source.values():
-            found = _places(sources[some[0]], [digests[one] for one in some], now)
-            for one, places in zip(some, found, strict=True):
+        keys, sources, here = self.columns.keys, self.columns.sources, self._here
+        for source in {sources[one] for one in blocks}:
+            some = [one for one in blocks if sources[one] is source]
+            for one, places in zip(some, _places(source, [keys[one] for one in some], now), strict=True):
                 here[one] = places
 
     def _settled(self, blocks: list[int]) -> list[Change]:
@@ -256,7 +259,7 @@ class DescribedBlocks:
     def _forget(self, keep: Sequence[bool], looked_at: Iterable[int]) -> None:
         """Keep some blocks only, under new numbers, and some of them to look at."""
         old, new = self.columns, Columns()
-        new.digests, new.sources = [*compress(old.digests, keep)], [*compress(old.sources, keep)]
+        new.keys, new.sources = [*compress(old.keys, keep)], [*compress(old.sources, keep)]
         numbers = (np.cumsum(keep) - 1).tolist()
         # Tokens of forgotten blocks are not kept for the sake of others that were described with them.
         whole = {id(tokens) for tokens in old.tokens} - {
@@ -267,13 +270,13 @@ class DescribedBlocks:
                 tokens, offset = tokens[offset : offset + 4 * source.block_tokens], 0
             new.tokens.append(tokens)
             new.offsets.append(offset)
-        self._known = dict(zip(new.digests, range(len(new.digests)), strict=True))
+        self._known = dict(zip(new.keys, range(len(new.keys)), strict=True))
         self._children, waiting, self._waiting = {}, self._waiting, {}
         of = {child: digest for digest, some in waiting.items() for child in some}
         for number, above in compress(enumerate(old.parents), keep):
             mine = numbers[number]
             if above >= 0 and not keep[above]:
-                of[number], above = old.digests[above], UNKNOWN
+                of[number], above = old.keys[above][:32], UNKNOWN
             if above == UNKNOWN:
                 self._waiting.setdefault(of[number], []).append(mine)
             elif above != NONE:
@@ -288,16 +291,17 @@ class DescribedBlocks:
         self.columns = new
 
 
-def _places(source: BlockSource, digests: Sequence[bytes], now: float) -> list[int]:
+def _places(source: BlockSource, first: Sequence[BlockKey], now: float) -> list[int]:
+    """Where blocks are; ``first``: their keys in the first group."""
     index = source.index
-    here = np.full(len(digests), 0xFF, np.uint8)
+    here = np.full(len(first), 0xFF, np.uint8)
     for ending, identity in source.groups:
-        keys = cast("list[BlockKey]", [digest + ending for digest in digests])
+        keys = first if ending is source.groups[0][0] else [BlockKey(key[:32] + ending) for key in first]
         with index.lock:
             rows = index.own_rows(keys, identity)
             states = [index.state[tier][rows] for tier, _ in source.places]
             expiry = index.expiry[rows] if index.mortal else None
-        of_group = np.zeros(len(digests), np.uint8)
+        of_group = np.zeros(len(keys), np.uint8)
         for state, (_, place) in zip(states, source.places, strict=True):
             of_group |= (state == SEALED).view(np.uint8) * np.uint8(place)
         if expiry is not None:

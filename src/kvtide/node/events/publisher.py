@@ -115,6 +115,7 @@ class NodeEvents:
         self._tenants = {tenant_tag(name) for name in ["default", *settings.tenants.split()]}
         self._models: dict[bytes, tuple[bytes, bytes, bytes]] = {}
         """For each tenant, the layout, the namespace and the trust domain whose blocks are published."""
+        self._sources: dict[bytes, BlockSource] = {}
         self._ignored = 0
         self._said: set[str] = set()
         """Reasons why blocks are not published that were logged."""
@@ -251,7 +252,7 @@ class NodeEvents:
         shared = {"local": wire.DISK, "remote": remote, "no": 0}[self._settings.shared]
         colds = backend.partition.colds
         places = [(cold.number, wire.DISK if cold.number == NVME and not cold.shared else shared) for cold in colds]
-        return BlockSource(
+        made = BlockSource(
             backend.partition.index,
             tuple((one.group, one.fingerprint) for one in identities),
             layout.block_tokens,
@@ -259,6 +260,7 @@ class NodeEvents:
             "" if first.tenant == DEFAULT_TENANT.tag else first.tenant.hex(),
             ((DRAM, wire.CPU), *((number, place) for number, place in places if place)),
         )
+        return self._sources.setdefault(first.tenant, made)  # the same for all sessions: blocks are looked up by it
 
     def describe(self, source: BlockSource, parent: bytes, digests: bytes, tokens: bytes) -> None:
         """Consecutive blocks, the first of them after ``parent``, with their tokens. Does not wait."""

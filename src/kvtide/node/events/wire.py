@@ -110,7 +110,7 @@ class BatchEncoder:
         extras: list[list[str] | None] | None = None
         if source.salt and above == NONE:
             extras = [[f"dynamo-cache-salt:{source.salt}"], *[None] * (pages - 1)]
-        parent = None if above == NONE else int.from_bytes(columns.digests[above][:8], "big")
+        parent = None if above == NONE else int.from_bytes(columns.keys[above][:8], "big")
         ids = tokens.array(count * source.block_tokens if columns.tokens[first] else 0)
         return _Stored(self._hashed.array(pages), parent, ids, source.page, None, medium, None, extras, locality)
 
@@ -185,8 +185,8 @@ def _runs(columns: Columns, changes: Sequence[Change]) -> list[_Run]:
 def _hashes(columns: Columns, runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
     """The hashes of the pages of blocks. They follow from a block's name, so they are the same on every node; the last
     one is the block's own, which its children name as their parent."""
-    digests = columns.digests
-    names = b"".join([digests[block][:8] for run in runs for block in run.blocks])
+    keys = columns.keys
+    names = b"".join([keys[block][:8] for run in runs for block in run.blocks])
     own = np.frombuffer(names, ">u8").astype(np.uint64)
     pages = np.arange(1, columns.sources[runs[0].blocks[0]].pages + 1, dtype=np.uint64)
     pages[-1] = 0

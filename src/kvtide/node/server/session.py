@@ -86,9 +86,9 @@ class WireBlockNames:
     def parent(self, block: int) -> bytes:
         return self.joined[32 * block - 32 : 32 * block] if block else ROOT
 
-    def tokens_of(self, block: int) -> bytes:
+    def tokens_of(self, block: int, blocks: int = 1) -> bytes:
         at = (block - self._first) * self._size
-        return self._tokens[at : at + self._size]
+        return self._tokens[at : at + self._size * blocks]
 
 
 class ClientMemory:
