@@ -77,7 +77,7 @@ class Consumer(Mirror):
         self._replays = replays
         self.next = start
         """The number of the batch that it expects."""
-        self.gaps = self.batches = 0
+        self.gaps = self.batches = self.largest = 0
         self.numbers: list[int] = []
 
     def close(self) -> None:
@@ -125,6 +125,7 @@ class Consumer(Mirror):
     def apply(self, number: int, batch: bytes) -> None:
         self.next = number + 1
         self.batches += 1
+        self.largest = max(self.largest, len(batch))
         self.numbers.append(number)
         time, events, rank = msgspec.msgpack.decode(batch)
         assert isinstance(time, float)

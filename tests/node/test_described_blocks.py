@@ -44,6 +44,10 @@ class Blocks:
         """Tell the consumer some of what is to be told. It checks that this can be."""
         self.tell(self.described.changes(0.0), self.consumer)
 
+    def publish_all(self) -> None:
+        while self.described.waiting:
+            self.publish()
+
     def tell(self, changes: list[Change], consumer: Mirror) -> None:
         columns, start = self.described.columns, 0
         for end in wire.cuts(columns, changes):
@@ -74,26 +78,25 @@ def test_a_consumer_knows_in_the_end_what_is_where(seed: int, monkeypatch: pytes
     names = [*parents]
     where: dict[tuple[bytes, int], int] = {}
 
-    def describe(digest: bytes) -> None:
+    def describe(digest: bytes, now: float) -> None:
         path = [digest]
         while parents[path[0]] != ROOT and chance.random() < 0.7:
             path.insert(0, parents[path[0]])
         tokens = b"".join(tokens_of(one) for one in path)
-        blocks.described.describe(blocks.source, parents[path[0]], path, tokens)
+        blocks.described.describe(blocks.source, parents[path[0]], path, tokens, now)
 
-    for _ in range(60):
+    for turn in range(60):
         changed = [(chance.choice(names), chance.randrange(2)) for _ in range(chance.randrange(30))]
         for digest, tier in changed:
             where[digest, tier] = chance.choice([SEALED, SEALED, ABSENT])
             blocks.put(digest, tier, where[digest, tier])
-            describe(digest)
+            describe(digest, 1000.0 * turn)
         blocks.described.look_at([BlockKey(digest + chance.choice(blocks.groups)) for digest, _ in changed])
         if chance.random() < 0.7:
             blocks.publish()
         if chance.random() < 0.3:
-            blocks.described.clean(0.0)
-    while blocks.described.waiting:
-        blocks.publish()
+            blocks.described.clean(0.0, 1000.0 * turn)
+    blocks.publish_all()
     whole: set[bytes] = {ROOT}
     for digest in names:  # parents first
         if parents[digest] in whole and any(where.get((digest, tier)) == SEALED for tier in (0, 1)):
@@ -110,20 +113,43 @@ def test_a_consumer_knows_in_the_end_what_is_where(seed: int, monkeypatch: pytes
             assert consumer.blocks[medium, "LOCAL"] == expected
 
 
-def test_descriptions_of_blocks_that_are_never_stored_are_forgotten() -> None:
-    """Also those that make no sense: a client may say that a block is its own parent, or a parent's parent."""
+@pytest.mark.parametrize("pace", [3.0, 0.0])
+def test_descriptions_of_blocks_that_are_never_stored_are_forgotten(
+    pace: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that make no sense: a client may say that a block is its own parent, or a parent's parent; and if they
+    come so fast that all are new."""
+    monkeypatch.setattr(described, "_ABSENT", 1000 if not pace else 1 << 16)
     blocks = Blocks()
     kept = os.urandom(32)
     blocks.put(kept, 0, SEALED)
     blocks.described.describe(blocks.source, ROOT, [kept], bytes(16))
-    for _ in range(150):
+    for turn in range(150):
+        now = pace * turn
         names: list[Any] = [os.urandom(32) for _ in range(500)]
-        blocks.described.describe(blocks.source, names[0], [names[0]], bytes(16))
-        blocks.described.describe(blocks.source, names[1], names[2:4], bytes(32))
-        blocks.described.describe(blocks.source, names[3], names[1:2], bytes(16))
-        blocks.described.describe(blocks.source, kept, names[4:], bytes(16 * 496))
-        while blocks.described.waiting:
-            blocks.publish()
-        blocks.described.clean(0.0)
+        blocks.described.describe(blocks.source, names[0], [names[0]], bytes(16), now)
+        blocks.described.describe(blocks.source, names[1], names[2:4], bytes(32), now)
+        blocks.described.describe(blocks.source, names[3], names[1:2], bytes(16), now)
+        blocks.described.describe(blocks.source, kept, names[4:], bytes(16 * 496), now)
+        blocks.publish_all()
+        blocks.described.clean(0.0, now)
     assert len(blocks.described) < 40_000
     assert set(blocks.consumer.blocks["CPU", "LOCAL"]) == {number(kept)}
+
+
+def test_the_description_of_a_block_outlives_it_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has described it does not do so again at once, though the block was evicted and is stored anew."""
+    monkeypatch.setattr(described, "_LEAST", 10)
+    blocks, one = Blocks(), os.urandom(32)
+    blocks.described.describe(blocks.source, ROOT, [one], bytes(16), 1000.0)
+    for now, stays in ((1001.0, True), (1060.0, True), (1200.0, False)):
+        for _ in range(20):
+            blocks.described.describe(blocks.source, ROOT, [os.urandom(32)], bytes(16), now)
+            blocks.described.clean(0.0, now)
+        blocks.put(one, 0, SEALED)
+        blocks.described.look_at([BlockKey(one + GROUPS[0])])
+        blocks.publish_all()
+        assert (number(one) in blocks.consumer.blocks["CPU", "LOCAL"]) == stays
+        blocks.put(one, 0, ABSENT)
+        blocks.described.look_at([BlockKey(one + GROUPS[0])])
+        blocks.publish_all()

@@ -16,9 +16,11 @@ from kvtide.errors import ConfigError
 from kvtide.events import BlockRemoved
 from kvtide.index.keys import Extra
 from kvtide.node.client.client import Client
+from kvtide.node.events import publisher as publisher_module
 from kvtide.node.events.open import publish_events
 from kvtide.node.events.publisher import NodeEvents
 from kvtide.store.store import Store
+from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, length, prompt
 from tests.node.kv_consumer import OPEN, Consumer
@@ -310,6 +312,22 @@ def test_names_are_the_same_on_every_node(publishing: Publishing) -> None:
         seen.until(lambda: seen.longest(prompt(1, 2)) == 2 * SIZE)  # noqa: B023
         found.append(seen.blocks)
     assert found[0] == found[1]
+
+
+def test_a_description_that_was_lost_is_made_again(publishing: Publishing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node has room for so many only. A block that is in use is described again after a minute."""
+    node = publishing()
+    seen = consumer(node)
+    with Client(node.path) as client, client.session(MODEL) as session:
+        clock = client.clock = FakeClock()
+        monkeypatch.setattr(publisher_module, "_DESCRIPTIONS", 0)
+        session.store(prompt(1), data(PLAIN, prompt(1)))
+        eventually(lambda: publisher(node).statistics().undescribed == 1)
+        monkeypatch.setattr(publisher_module, "_DESCRIPTIONS", 1 << 20)
+        clock.advance(61)
+        assert length(session, prompt(1)) == SIZE
+        session.store(prompt(2), data(PLAIN, prompt(2)))
+        seen.until(lambda: seen.longest(prompt(1)) == SIZE)
 
 
 def test_without_leave_no_token_leaves_the_node(publishing: Publishing) -> None:

@@ -41,6 +41,9 @@ _REST = 1 << 16
 _NO_ROWS = np.zeros(0, np.int64)
 _DESCRIBED = 1 << 16
 """Blocks that a session remembers to have described. If there are more, it describes them again."""
+_DESCRIBED_FOR = 60.0
+"""Seconds after which it does so too: the node may have had no room for a description, or have forgotten it because the
+block was nowhere for some time."""
 _DESCRIPTION = 1 << 20
 """Maximum bytes of the token ids of one description."""
 
@@ -152,7 +155,8 @@ class RemoteBackend:
         """The run of the node (``Welcome.life``) at which the session was first opened."""
         self._invited: tuple[str, int] | None = None
         self._described: set[bytes] = set()
-        """Digests of blocks that were described to the current node."""
+        """Digests of blocks that were described to the current node lately."""
+        self._described_since = 0.0
 
     @property
     def first_part(self) -> int:
@@ -440,13 +444,14 @@ class RemoteBackend:
         wants = link.welcome.describe
         if not wants or not isinstance(names, Chain) or not names.plain:
             return
-        known, joined, first = self._described, names.joined, stop
+        known, joined, first, now = self._described, names.joined, stop, self._client.clock.monotonic()
+        if len(known) > _DESCRIBED or now > self._described_since + _DESCRIBED_FOR:
+            known.clear()
+            self._described_since = now
         while first and joined[32 * first - 32 : 32 * first] not in known:
             first -= 1
         if first == stop:
             return
-        if len(known) > _DESCRIBED:
-            known.clear()
         step = max(1, _DESCRIPTION // (4 * self.layout.block_tokens))
         with contextlib.suppress(NodeUnavailable, KvtideError):
             for at in range(first, stop, step):

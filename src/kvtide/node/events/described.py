@@ -34,6 +34,10 @@ _AT_ONCE = 256
 """Blocks that are looked up under the index's lock at a time."""
 _LEAST = 16384
 """Descriptions from which on those of absent blocks are looked for."""
+_AGE = 120.0
+"""Seconds that the description of an absent block is kept: twice the time after which clients repeat it."""
+_ABSENT = 1 << 16
+"""Descriptions of absent blocks that are kept, at most."""
 NONE, UNKNOWN = -1, -2
 """Instead of the number of a block's parent: it has none, or one that is not described."""
 
@@ -93,8 +97,8 @@ class DescribedBlocks:
         """Of each block, the bits of the places where it is."""
         self._published = bytearray()
         """Of each block, the bits of the places where consumers believe it to be."""
-        self._born: list[int] = []
-        """The round of cleaning in which each was described last."""
+        self._born: list[float] = []
+        """When each was described last."""
         self._children: dict[int, list[int]] = {}
         """Of each block, those after it, besides one that has the next number."""
         self._waiting: dict[bytes, list[int]] = {}
@@ -103,29 +107,32 @@ class DescribedBlocks:
         """In the order of descriptions, so that blocks that follow each other are looked at together."""
         self._next: deque[int] = deque()
         """Those whose turn it is, before those of ``_looked_at``."""
-        self._round = 0
         self._clean_at = _LEAST
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def describe(self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
-        """Consecutive blocks, the first of them after ``parent``."""
+    def describe(
+        self, source: BlockSource, parent: bytes, digests: Sequence[bytes], tokens: bytes, now: float = 0.0
+    ) -> None:
+        """Consecutive blocks, the first of them after ``parent``. ``now``: in seconds, as for ``clean``."""
         known, size = self._known, 4 * source.block_tokens if tokens else 0
         ending = source.groups[0][0]
         keys = cast("list[BlockKey]", [digest + ending for digest in digests])
         if known.keys().isdisjoint(keys) and len({parent, *digests}) == len(digests) + 1:
-            self._add(source, parent, keys, tokens, size)
+            self._add(source, parent, keys, tokens, size, now)
             return
         for i, (key, digest) in enumerate(zip(keys, digests, strict=True)):
             number = known.get(key)
             if number is not None:
-                self._born[number] = self._round
+                self._born[number] = now
             elif digest != parent:  # no block is its own parent, whatever a client says
-                self._add(source, parent, [key], tokens[i * size : i * size + size], size)
+                self._add(source, parent, [key], tokens[i * size : i * size + size], size, now)
             parent = digest
 
-    def _add(self, source: BlockSource, parent: bytes, keys: Sequence[BlockKey], tokens: bytes, size: int) -> None:
+    def _add(
+        self, source: BlockSource, parent: bytes, keys: Sequence[BlockKey], tokens: bytes, size: int, now: float
+    ) -> None:
         """Blocks that are not known."""
         columns, first, count = self.columns, len(self.columns.keys), len(keys)
         numbers = range(first, first + count)
@@ -145,7 +152,7 @@ class DescribedBlocks:
         columns.sources += [source] * count
         self._here += bytes(count)
         self._published += bytes(count)
-        self._born += [self._round] * count
+        self._born += [now] * count
         self._looked_at.update(dict.fromkeys(numbers))
         if self._waiting:
             for number, key in zip(numbers, keys, strict=True):
@@ -237,23 +244,26 @@ class DescribedBlocks:
                         blocks.append(one + 1)
         return found, bytes([published[one] for one in found])
 
-    def clean(self, now: float) -> None:
+    def clean(self, time_now: float, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it
-        may be stored in a moment."""
+        may be stored in a moment, or again, and its client would not describe it again."""
         if len(self._known) < self._clean_at:
             return
         absent = [number for number, places in enumerate(self._published) if not places]
         for start in range(0, len(absent), _AT_ONCE):
             if start:
                 rest()
-            self._locate(absent[start : start + _AT_ONCE], now)
-        keep = [
-            bool(places or here or born >= self._round)
-            for places, here, born in zip(self._published, self._here, self._born, strict=True)
-        ]
+            self._locate(absent[start : start + _AT_ONCE], time_now)
         looked_at = [*self._next, *self._looked_at, *[one for one in absent if self._here[one]]]
-        self._forget(keep, looked_at)
-        self._round += 1
+        absent = sorted([one for one in absent if not self._here[one]], key=self._born.__getitem__)
+        keep = [True] * len(self._known)
+        for left, one in zip(range(len(absent), 0, -1), absent, strict=True):  # the oldest first
+            keep[one] = left <= _ABSENT and self._born[one] >= now - _AGE
+        if not all(keep):
+            self._forget(keep, looked_at)
+        else:
+            self._looked_at = dict.fromkeys(looked_at)
+            self._next.clear()
         self._clean_at = max(_LEAST, len(self._known) + len(self._known) // 2)
 
     def _forget(self, keep: Sequence[bool], looked_at: Iterable[int]) -> None:

@@ -307,8 +307,10 @@ class NodeEvents:
             try:
                 self._step(poller)
             except Exception:
-                log.exception("KV events could not be published; consumers are told everything again")
+                log.exception("KV events could not be published; consumers are told all that is described again")
                 self._active = False  # begins anew with the next step
+                self._blocks, self._encoder = DescribedBlocks(), wire.BatchEncoder(maps=self._maps)
+                self._replies.clear()
                 time.sleep(_IDLE)
         self._unfollow()
         if self._active:  # nothing can be loaded from here any more
@@ -334,10 +336,10 @@ class NodeEvents:
             self._switch(wanted)
         if behind or not self._active or self._due is None or now >= self._due or not ready:
             self._due = None
-            self._take()
+            self._take(now)
             if self._active:
                 self._publish()
-            self._blocks.clean(self._clock.time())
+            self._blocks.clean(self._clock.time(), now)
         self._send_replies(now)
         self._seconds = time.thread_time()
 
@@ -361,13 +363,14 @@ class NodeEvents:
                 elif message[:1] == b"\0":
                     self._topics.discard(message[1:])
 
-    def _take(self) -> None:
+    def _take(self, now: float) -> None:
         """Take what has come in the queues."""
         self._awake = False  # first: what is added from now on wakes the thread
         for _ in range(len(self._described)):  # not what comes meanwhile: it may never end
             source, parent, digests, tokens = self._described.popleft()
             self._taken_bytes += len(digests) + len(tokens) + _DESCRIPTION
-            self._blocks.describe(source, parent, [digests[i : i + 32] for i in range(0, len(digests), 32)], tokens)
+            some = [digests[i : i + 32] for i in range(0, len(digests), 32)]
+            self._blocks.describe(source, parent, some, tokens, now)
         with self._lock:
             events, self._events, self._waiting = self._events, [], 0
             missed, self._missed = self._missed, False
