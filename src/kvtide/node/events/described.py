@@ -28,7 +28,7 @@ from kvtide.index.index import SEALED, Index
 from kvtide.index.keys import ROOT
 from kvtide.index.work_slices import rest
 
-__all__ = ["NONE", "BlockSource", "Change", "Columns", "DescribedBlocks"]
+__all__ = ["NONE", "BlockColumns", "BlockSource", "Change", "DescribedBlocks"]
 
 _AT_ONCE = 256
 """Blocks that are looked up under the index's lock at a time."""
@@ -68,7 +68,7 @@ Change = tuple[int, int, int]
 """A block, the bits of the places where it was published before, and of those where it is published now."""
 
 
-class Columns:
+class BlockColumns:
     """What blocks consist of, by their numbers. There may be a million of them: lists of numbers and of bytes cost a
     part of what objects would, and the garbage collector does not visit what is in them. Blocks are only added."""
 
@@ -89,7 +89,7 @@ class DescribedBlocks:
     """For one thread."""
 
     def __init__(self) -> None:
-        self.columns = Columns()
+        self.columns = BlockColumns()
         """Replaced when blocks are forgotten, which then get other numbers."""
         self._known: dict[BlockKey, int] = {}
         """The numbers of blocks, by their keys in the first group."""
@@ -268,7 +268,7 @@ class DescribedBlocks:
 
     def _forget(self, keep: Sequence[bool], looked_at: Iterable[int]) -> None:
         """Keep some blocks only, under new numbers, and some of them to look at."""
-        old, new = self.columns, Columns()
+        old, new = self.columns, BlockColumns()
         new.keys, new.sources = [*compress(old.keys, keep)], [*compress(old.sources, keep)]
         numbers = (np.cumsum(keep) - 1).tolist()
         # Tokens of forgotten blocks are not kept for the sake of others that were described with them.

@@ -45,7 +45,7 @@ from kvtide.index.index import DRAM
 from kvtide.index.keys import DEFAULT_TENANT
 from kvtide.index.work_slices import rest
 from kvtide.node.events import wire
-from kvtide.node.events.described import BlockSource, Change, Columns, DescribedBlocks
+from kvtide.node.events.described import BlockColumns, BlockSource, Change, DescribedBlocks
 from kvtide.node.events.numbers import LARGEST, BatchNumbers
 from kvtide.store.backend import LocalBackend
 from kvtide.store.node_statistics import KvEventStatistics
@@ -147,7 +147,7 @@ class NodeEvents:
         self._replayed = -_LINGER
         self._due: float | None = None
         self._replies: dict[bytes, _Reply] = {}
-        self._state: tuple[int, Columns, array[int], bytes] | None = None
+        self._state: tuple[int, BlockColumns, array[int], bytes] | None = None
         """All that was published before a number, and where: for the snapshots of consumers that ask together."""
         self._batches = self._stored = self._removed = self._replays = self._snapshots = 0
         self._seconds = 0.0

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.node.events.described import NONE, Change, Columns
+from kvtide.node.events.described import NONE, BlockColumns, Change
 
 __all__ = ["BATCH", "CPU", "DISK", "REMOTE", "BatchEncoder", "cuts"]
 
@@ -79,7 +79,7 @@ class BatchEncoder:
         self._into = msgspec.msgpack.Encoder().encode_into
         self._encoded = bytearray(BATCH)
 
-    def payload(self, time: float, columns: Columns, changes: Sequence[Change], *, fresh: bool = False) -> bytes:
+    def payload(self, time: float, columns: BlockColumns, changes: Sequence[Change], *, fresh: bool = False) -> bytes:
         """A batch of changes. ``fresh``: consumers first forget what they knew."""
         events: list[Any] = [_Cleared()] if fresh else []
         runs = _runs(columns, changes)
@@ -96,13 +96,13 @@ class BatchEncoder:
 
     def cleared(self, time: float) -> bytes:
         """A batch that says that nothing is stored any more."""
-        return self.payload(time, Columns(), (), fresh=True)
+        return self.payload(time, BlockColumns(), (), fresh=True)
 
     def nothing(self, time: float) -> bytes:
         """A batch without events."""
-        return self.payload(time, Columns(), ())
+        return self.payload(time, BlockColumns(), ())
 
-    def _stored(self, columns: Columns, run: _Run, tokens: _Numbers) -> _Stored:
+    def _stored(self, columns: BlockColumns, run: _Run, tokens: _Numbers) -> _Stored:
         first, count = run.blocks[0], len(run.blocks)
         source, above = columns.sources[first], columns.parents[first]
         pages = count * source.pages
@@ -114,7 +114,7 @@ class BatchEncoder:
         ids = tokens.array(count * source.block_tokens if columns.tokens[first] else 0)
         return _Stored(self._hashed.array(pages), parent, ids, source.page, None, medium, None, extras, locality)
 
-    def _removed(self, columns: Columns, run: _Run) -> _Removed:
+    def _removed(self, columns: BlockColumns, run: _Run) -> _Removed:
         pages = len(run.blocks) * columns.sources[run.blocks[0]].pages
         return _Removed(self._hashed.array(pages), *_NAMES[run.place])
 
@@ -144,7 +144,7 @@ class _Numbers:
         return msgspec.Raw(b"".join((head, self._bytes[start : self._at])))
 
 
-def cuts(columns: Columns, changes: Sequence[Change], least: int = 1) -> list[int]:
+def cuts(columns: BlockColumns, changes: Sequence[Change], least: int = 1) -> list[int]:
     """Where to cut changes into portions for one batch each: the end of each. ``least``: of the size that a batch has
     otherwise, how many it may have."""
     if not changes:
@@ -163,7 +163,7 @@ def cuts(columns: Columns, changes: Sequence[Change], least: int = 1) -> list[in
     return [*ends, len(changes)]
 
 
-def _runs(columns: Columns, changes: Sequence[Change]) -> list[_Run]:
+def _runs(columns: BlockColumns, changes: Sequence[Change]) -> list[_Run]:
     """Events that may have several blocks: stored ones each after the other. All that is removed comes last: a block
     that moves must be somewhere when one after it is stored."""
     parents, stored, removed = columns.parents, list[_Run](), dict[int, _Run]()
@@ -182,7 +182,7 @@ def _runs(columns: Columns, changes: Sequence[Change]) -> list[_Run]:
     return [*stored, *removed.values()]
 
 
-def _hashes(columns: Columns, runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
+def _hashes(columns: BlockColumns, runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
     """The hashes of the pages of blocks. They follow from a block's name, so they are the same on every node; the last
     one is the block's own, which its children name as their parent."""
     keys = columns.keys
@@ -193,7 +193,7 @@ def _hashes(columns: Columns, runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
     return (own[:, None] + pages * _STEP).ravel()
 
 
-def _tokens(columns: Columns, run: _Run) -> list[memoryview]:
+def _tokens(columns: BlockColumns, run: _Run) -> list[memoryview]:
     """The tokens of a run, in pieces."""
     blocks, tokens, offsets = run.blocks, columns.tokens, columns.offsets
     first, last, size = blocks[0], blocks[-1], 4 * columns.sources[blocks[0]].block_tokens
