@@ -81,10 +81,12 @@ def cost(pairs: int) -> dict[str, Any]:
                 command = [sys.executable, "-m", "kvtide", "node", "--socket", str(path)]
                 nodes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
                 while not path.exists():
+                    assert nodes[-1].poll() is None, "a node has failed"
                     time.sleep(0.05)
                 clients.append(Client(path))
             reader.start()
             while not _published(clients[2]).subscriptions:
+                assert reader.is_alive(), "the consumer has failed"
                 time.sleep(0.05)
             for client in clients:
                 steps(client, 1)
@@ -204,6 +206,7 @@ def rate(per_second: int, seconds: float, form: str, page: int = 0) -> dict[str,
             reader = context.Process(target=_read, args=(endpoint, results), daemon=True)
             reader.start()
             while not events.statistics().subscriptions:
+                assert reader.is_alive(), "the consumer has failed"
                 time.sleep(0.05)
             time.sleep(0.5)
             index, identity, ending = store.index, source.groups[0][1], source.groups[0][0]

@@ -390,9 +390,8 @@ class NodeEvents:
         for end in wire.cuts(columns, changes) or ([0] if fresh else []):
             self._emit(self._encoder.payload(time_now, columns, changes[start:end], fresh=fresh))
             fresh, start = False, end
-        for _, before, after in changes:
-            self._stored += (after & ~before).bit_count()
-            self._removed += (before & ~after).bit_count()
+            self._stored += self._encoder.stored
+            self._removed += self._encoder.removed
 
     def _emit(self, batch: bytes) -> None:
         number = self._numbers.take()

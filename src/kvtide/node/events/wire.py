@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -78,11 +79,15 @@ class BatchEncoder:
         self._wide, self._narrow = _Numbers(">u4", 0xCE), _Numbers(">u2", 0xCD)
         self._into = msgspec.msgpack.Encoder().encode_into
         self._encoded = bytearray(BATCH)
+        self.stored = self.removed = 0
+        """Blocks in the last batch that were told as stored, and as removed; once for each place."""
 
     def payload(self, time: float, columns: BlockColumns, changes: Sequence[Change], *, fresh: bool = False) -> bytes:
         """A batch of changes. ``fresh``: consumers first forget what they knew."""
         events: list[Any] = [_Cleared()] if fresh else []
         runs = _runs(columns, changes)
+        self.stored = sum([len(run.blocks) for run in runs if run.stored])
+        self.removed = sum([len(run.blocks) for run in runs]) - self.stored
         if runs:
             self._hashed.encode(_hashes(columns, runs))
             ids = np.frombuffer(b"".join([some for run in runs if run.stored for some in _tokens(columns, run)]), "<u4")
@@ -151,16 +156,26 @@ def cuts(columns: BlockColumns, changes: Sequence[Change], least: int = 1) -> li
         return []
     first = changes[0][0]
     source = columns.sources[first]  # all that is published has blocks and pages of the same size
-    hashed, tokens = 9 * source.pages + _EVENT, 5 * source.block_tokens if columns.tokens[first] else 0
+    sizes = _sizes(source.pages, source.block_tokens if columns.tokens[first] else 0)
     ends: list[int] = []
     start = size = 0
     for at, (_, before, now) in enumerate(changes):
-        more = _COUNT[before ^ now] * hashed + _COUNT[now & ~before] * tokens
+        more = sizes[before << 3 | now]
         if at > start and (size + more > BATCH * least or at - start >= _MOST * least):
             ends.append(at)
             start, size = at, 0
         size += more
     return [*ends, len(changes)]
+
+
+@lru_cache
+def _sizes(pages: int, tokens: int) -> list[int]:
+    """Bytes of a block's change, by the places where it was and is."""
+    return [
+        _COUNT[before ^ now] * (9 * pages + _EVENT) + _COUNT[now & ~before] * 5 * tokens
+        for before in range(8)
+        for now in range(8)
+    ]
 
 
 def _runs(columns: BlockColumns, changes: Sequence[Change]) -> list[_Run]:
