@@ -39,7 +39,7 @@ def _admin(answer: Callable[[str], Iterator[bytes]]) -> Iterator[Mooncake]:
                 for part in answer(self.path.partition("?")[0]):
                     self.wfile.write(part)
 
-        def log_message(self, *_: object) -> None:  # type: ignore[override]
+        def log_message(self, *_: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

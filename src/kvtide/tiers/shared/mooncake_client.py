@@ -297,8 +297,6 @@ class MooncakeClient:
                 self.fetch("/health", _PROBE)
                 fresh = opened or self._open()
             except Exception as e:  # noqa: BLE001 - whatever the library raises: the thread must go on
-                if self._closed:
-                    return  # ``close`` has ended the trial
                 self._report(e)
                 with self._changed:
                     self._why = e if isinstance(e, OSError) else OSError(errno.EIO, f"Mooncake: {e}")
@@ -315,7 +313,7 @@ class MooncakeClient:
                 self._changed.notify_all()
 
     def _report(self, e: Exception) -> None:
-        if not self._told:
+        if not self._told and not self._closed:  # ``close`` ends the trial
             self._told = True
             log.warning("%r cannot be used: %s; all its blocks are misses until it can", self, e)
 
