@@ -55,7 +55,7 @@ _TRIES = 3
 _TOGETHER = 64
 """Objects in one call, or whose sizes are asked for in one HTTP request."""
 _LARGE = 8 << 20
-_ROW = 1 << 20
+_ROW = 16 << 20
 """A call takes no more objects once it has this many bytes."""
 
 
@@ -397,7 +397,7 @@ def _offsets(spans: Sequence[Span], start: int) -> list[int]:
 
 
 def _rows(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Several small objects, or a large one, for a call of the library: it moves large ones faster alone."""
+    """Several objects for each call of the library, or one large one."""
     row: list[_Part] = []
     nbytes = 0
     for part in parts:
