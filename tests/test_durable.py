@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtide import Flushed, Layout, Model, Session, Store, Unwritten, config
+from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk
 from kvtide.testing.interface import MODEL, PLAIN, SIZE, data, length, prompt
 from kvtide.testing.keys import WRAPPING
@@ -54,6 +55,33 @@ def test_what_is_durable_survives_a_power_loss(tmp_path: Path, kind: str, seed: 
     lose_power(store, disk)
     with opened(disk, **settings) as store, store.session(MODEL) as session:
         assert length(session, tokens) == 3 * SIZE
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power lost"])
+@pytest.mark.parametrize("kind", ["raw", "sealed"])
+def test_what_lives_longer_than_its_record_says_survives_when_it_is_durable(
+    tmp_path: Path, kind: str, power: bool
+) -> None:
+    """A record of a block that was to expire soon says so until it is renewed; an encrypted one is written anew."""
+    settings: dict[str, Mapping[str, object]] = {"nvme": nvme(tmp_path, store="through")}
+    if kind == "sealed":
+        settings["security"] = keys(tmp_path)
+    disk, clock = FaultyDisk(), FakeClock()
+    store = Store(config.read(None, {}, dram=DRAM, **settings), disk=disk, clock=clock)
+    with store.session(MODEL) as session:
+        assert session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)), ttl=3.0, durable=True).wait(60)
+        session.store(prompt(1, 2), data(PLAIN, prompt(1, 2)))
+        clock.advance(100.0)
+        assert put(session, 1, 2) == {}
+        assert put(session, 1, 2) == {}, "again: nothing is left to do"
+    disk.die()
+    store.close()
+    if power:
+        disk.power_loss()
+    disk.revive()
+    store = Store(config.read(None, {}, dram=DRAM, **settings), disk=disk, clock=clock)
+    with store, store.session(MODEL) as session:
+        assert length(session, prompt(1, 2)) == 2 * SIZE
 
 
 def keys(folder: Path) -> dict[str, object]:

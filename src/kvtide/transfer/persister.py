@@ -6,7 +6,8 @@ is held meanwhile, so that no tier evicts it, and passes through these states, i
     being stored, or read from a tier  ->  wait until it is in DRAM
     in DRAM only                       ->  write it to the first durable tier that has not refused it yet
     being written                      ->  wait until the write has ended
-    in a durable tier                  ->  sync it there, and check that it is still there: then it is durable
+    in a durable tier                  ->  sync it there, and check that it is still there: then it is durable. If the
+                                           record says that the block expires sooner than it does, renew it first
     in a tier that is not durable      ->  read it first
 
 Writes on request bypass the admission, and are not refused because a queue is full: they wait for their turn
@@ -21,7 +22,7 @@ Thread-safe. ``_advance`` is called when a step has ended, on the tiers' threads
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtide.block import BlockKey
 from kvtide.clock import Clock
@@ -30,7 +31,7 @@ from kvtide.events import BlockRemoved, Event
 from kvtide.index.index import DRAM, PENDING, SEALED
 from kvtide.index.lease import Lease
 from kvtide.interrupts import again_if_interrupted
-from kvtide.tiers.base import Identity
+from kvtide.tiers.base import Identity, Renewal, Renewing
 from kvtide.transfer.cold_tier import ColdTier
 from kvtide.transfer.context import TransferContext
 from kvtide.transfer.demotion import Demotion
@@ -342,7 +343,11 @@ class Persister:
                     return
                 batch = self._busy[number] = self._syncs[number]
                 self._syncs[number] = []
-            cold.sync([(block.key, place) for _, block, place in batch], functools.partial(self._synced, cold, batch))
+                early = self._early(cold, batch)
+            if early and isinstance(cold.tier, Renewing):
+                cold.tier.renew(list(early.values()), functools.partial(self._renewed, cold, batch, early))
+            else:
+                self._sync_now(cold, batch, frozenset())
         except BaseException:
             with self._index.lock:
                 # It is unknown whether the tier received the sync, and other requests wait for it: sync once more.
@@ -352,8 +357,40 @@ class Persister:
             self._sync(cold, [])
             raise
 
-    def _synced(self, cold: ColdTier, batch: list[_Syncing], results: Sequence[bool]) -> None:
+    def _early(self, cold: ColdTier, batch: Sequence[_Syncing]) -> dict[int, Renewal]:
+        """By number, the blocks of a batch whose records say that they expire sooner than they do: after a restart
+        that would be true. Call with the lock held."""
+        index, prolonged = self._index, self._residents.prolonged
+        if cold.shared or not prolonged:  # a blob is not changed: it keeps the expiry with which it was written first
+            return {}
+        return {
+            i: (block.key, place, float(index.expiry[block.row]))
+            for i, (_, block, place) in enumerate(batch)
+            if block.row in prolonged
+        }
+
+    def _renewed(
+        self, cold: ColdTier, batch: list[_Syncing], early: Mapping[int, Renewal], results: Sequence[bool]
+    ) -> None:
+        index = self._index
+        good = dict(zip(early, results, strict=True))
+        with index.lock:
+            for i, (_, _, when) in early.items():
+                row = batch[i][1].row
+                if good[i] and index.expiry[row] == when:  # else it was extended once more
+                    self._residents.prolonged.discard(row)
+        self._sync_now(cold, batch, frozenset(i for i in early if not good[i]))
+
+    def _sync_now(self, cold: ColdTier, batch: list[_Syncing], early: frozenset[int]) -> None:
+        """``early``: the blocks, by number, whose records could not be renewed. They do not become durable so."""
+        assert cold.sync is not None
+        cold.sync(
+            [(block.key, place) for _, block, place in batch], functools.partial(self._synced, cold, batch, early)
+        )
+
+    def _synced(self, cold: ColdTier, batch: list[_Syncing], early: frozenset[int], synced: Sequence[bool]) -> None:
         index, number = self._index, cold.number
+        results = [good and i not in early for i, good in enumerate(synced)]
         ended: dict[tuple[DurableRequest, Unwritten | None], list[_Block]] = {}
         again: dict[DurableRequest, list[_Block]] = {}
         events: list[Event] = []
@@ -369,8 +406,10 @@ class Persister:
                 elif good:
                     ended.setdefault((request, None), []).append(block)
                 elif index.state[DRAM][row] == SEALED:
-                    # A written block that cannot be synced may be lost: it is written again, elsewhere.
+                    # A written block that cannot be synced may be lost, and one whose record cannot be renewed expires
+                    # too soon: it is written again, elsewhere.
                     index.remove(row, number)
+                    self._residents.prolonged.discard(row)
                     if not cold.shared:
                         cold.tier.evict(block.key, place)
                     events.append(BlockRemoved(cold.name, (block.key,), "unreadable", index.identities(rows_of([row]))))
@@ -378,7 +417,7 @@ class Persister:
                 else:
                     ended.setdefault((request, Unwritten.WRITE_FAILED), []).append(block)
             if False in results:
-                self._counts[TierCount.BLOCKS_NOT_SYNCED.of(cold.name)] += list(results).count(False)
+                self._counts[TierCount.BLOCKS_NOT_SYNCED.of(cold.name)] += results.count(False)
         self._sync(cold, [])
         self._feed.publish(events)
         for (request, reason), blocks in ended.items():

@@ -193,8 +193,6 @@ class Pipeline:
         self.ready = self._promotion.ready
         self.load_in_slices = self._promotion.load_in_slices
         self.report = demotion.report
-        self._longer: set[int] = set()
-        """Rows whose expiry is later than their records in colder tiers say. Some rows may have been removed since."""
         self.largest_slice = 0
         """The largest number of blocks dropped or expired in one hold of the index lock."""
         self._writing: set[int] = set()
@@ -896,7 +894,7 @@ class Pipeline:
         if len(longer):
             for cold in self._colds:
                 if not cold.shared:
-                    self._longer.update(longer[self._index.state[cold.number][longer] != ABSENT].tolist())
+                    self._residents.prolonged.update(longer[self._index.state[cold.number][longer] != ABSENT].tolist())
 
     def expire_some(
         self, keys: Sequence[BlockKey], who: Asker, when: float, now: float, shorten: bool
@@ -938,7 +936,7 @@ class Pipeline:
             if not isinstance(cold.tier, Renewing):
                 continue
             with index.lock:
-                rows = rows_of(sorted(self._longer))
+                rows = rows_of(sorted(self._residents.prolonged))
                 rows = rows[index.state[cold.number][rows] == SEALED]
                 held = Held(
                     list(index.keys(rows)),
@@ -951,7 +949,7 @@ class Pipeline:
                     index.identity[rows],
                 )
             cold.tier.note(held)
-        self._longer.clear()
+        self._residents.prolonged.clear()
 
 
 class Expiring:

@@ -100,6 +100,8 @@ class Residents:
         """Why rows are not in colder tiers that should have them, by row and tier number."""
         self.displaced: set[int] = set()
         """Rows that a colder tier had and evicted."""
+        self.prolonged: set[int] = set()
+        """Rows whose expiry is later than their records in colder tiers say. Some rows may have been removed since."""
 
     # -- holds --------------------------------------------------------------------------------------------
 
