@@ -16,7 +16,7 @@ from tests.peers.nodes import Proxy, Stores
 
 __all__ = ["Cluster", "Part"]
 
-LEASE = 1.0
+LEASE = 2.0
 
 
 class Part:

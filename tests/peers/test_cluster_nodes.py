@@ -38,7 +38,7 @@ class Nodes:
     def __init__(self, folder: Path, stack: ExitStack, **settings: str) -> None:
         self._folder = folder
         self._stack = stack
-        self._settings = {"KVTIDE_PEERS_TOKEN_FILE": token(folder), "KVTIDE_PEERS_LEASE": "1s", **settings}
+        self._settings = {"KVTIDE_PEERS_TOKEN_FILE": token(folder), "KVTIDE_PEERS_LEASE": "2s", **settings}
         self.port = pair_of_ports()
         self.directory = f"embedded://127.0.0.1:{self.port + 1}"
 

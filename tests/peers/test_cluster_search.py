@@ -205,7 +205,7 @@ def test_an_empty_directory_takes_away_no_node_that_answers(tmp_path: Path, coun
             on_binder(reader, nodes._rebind)
             assert len(seen(reader).members) == count
             for n in range(count):
-                assert found(session, prompt(n, 1))
+                until(lambda n=n: found(session, prompt(n, 1)))  # type: ignore[misc]
             nodes._listed = dict.fromkeys(nodes._listed, -100.0)  # a lease later
             nodes._fetch_members(nodes._directory)
             assert not seen(reader).members
