@@ -34,7 +34,10 @@ class Part:
 
         def said() -> bool:
             own = self.node._membership.own
-            return own is not None and all(own.number in who for who in self.node._directory.holders(keys))
+            try:
+                return own is not None and all(own.number in who for who in self.node._directory.holders(keys))
+            except TimeoutError:  # the server had no processor for so long
+                return False
 
         until(said)
 
