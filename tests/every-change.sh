@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # `make test`: everything that must hold, in two rows side by side, for the one waits for disks and sockets half the time,
 # and the other for one core: vLLM's tests, then those of other engines, then those of other nodes; and all the rest.
-# With a third row vLLM, whose threads wait for each other, became several times slower.
 #
 # Two rows on two cores starve each other now and then. A file with a failure is run once more when all is quiet, and what
 # failed only beside others is named at the end: that is a fault too, of the test at least. What fails alone as well, or

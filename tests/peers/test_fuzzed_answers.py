@@ -22,7 +22,7 @@ from kvtide.testing.interface import MODEL, PLAIN, data, held, length, prompt, u
 from kvtide.tiers.peers import protocol as p
 from kvtide.tiers.peers.greeting import let_in, received
 from kvtide.tiers.peers.protocol import Operation, Presence
-from kvtide.tiers.peers.tcp import Tcp
+from tests.peers.fake_server import FakeServer
 from tests.peers.fuzzed import CREDIT, GEOMETRY, NAMES, OTHER, OTHER_NAMES, WHO, Reader, World, exactly, many, opened
 
 
@@ -82,7 +82,7 @@ def replaced(fields: Sequence[Any], at: int, value: Any) -> tuple[Any, ...]:
     return (*fields[:at], value, *fields[at + 1 :])
 
 
-class LyingServer:
+class LyingServer(FakeServer):
     """Knows the secret, and answers what the true server answers, with a lie in it."""
 
     def __init__(self, world: World, lie: Lie, *, hang: bool = False) -> None:
@@ -90,20 +90,8 @@ class LyingServer:
         self._world = world
         self._lie = lie
         self._hang = hang
-        self._listener = Tcp().listen("127.0.0.1:0")
-        self.address = self._listener.address
-        self._connections: list[Any] = []
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._accept, name="lying server")]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection = self._listener.accept()
-                self._connections.append(connection)
-                self._threads.append(threading.Thread(target=self._serve, args=(connection,), name="lying server"))
-                self._threads[-1].start()
+        super().__init__()
 
     def _serve(self, connection: Any) -> None:
         with suppress(OSError), closing(self._world.greeted()) as true:
@@ -220,14 +208,7 @@ class LyingServer:
 
     def close(self) -> None:
         self._over.set()
-        self._listener.close()
-        self._threads[0].join()
-        for connection in self._connections:
-            connection.interrupt()
-        for thread in self._threads:
-            thread.join()
-        for connection in self._connections:
-            connection.close()
+        super().close()
 
 
 class _Lying:

@@ -28,6 +28,7 @@ from kvtide.tiers.peers.protocol import Operation, Presence, RequestCredit, Viol
 from kvtide.tiers.peers.tcp import Tcp
 from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
+from tests.peers.fake_server import FakeServer
 from tests.peers.nodes import Stores
 
 WHO = identity(PLAIN, weights="given:contract")
@@ -344,7 +345,7 @@ def test_sections_that_no_block_has(served: tuple[Store, PeerServer, Session], s
 # -- a server that lies -----------------------------------------------------------------------------------------
 
 
-class Liar:
+class Liar(FakeServer):
     """A server that knows the secret. ``answer`` gets each request's head and body, and what to say to it."""
 
     def __init__(
@@ -357,39 +358,16 @@ class Liar:
         settings = stores.store(peers={"listen": "127.0.0.1:0"}).config
         self._trust = PeerTrust(settings.peers, settings.security)
         self._answer = answer
-        self._listener = Tcp().listen("127.0.0.1:0")
-        self.address = self._listener.address
         self.requests = 0
-        self._connections: list[PeerConnection] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection = self._listener.accept()
-                self._connections.append(connection)
-                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
-                self._threads[-1].start()
+        super().__init__()
 
     def _serve(self, connection: PeerConnection) -> None:
-        with suppress(OSError):
-            let_in(connection, self._trust.secret(), self._credit, bytes(16))
-            while True:
-                head = p.REQUEST.unpack(received(connection, p.REQUEST.size))
-                body = bytes(received(connection, head[3]))
-                self.requests += 1
-                connection.send([self._answer(head, body)])
-
-    def close(self) -> None:
-        self._listener.close()
-        self._threads[0].join()
-        for connection in self._connections:
-            connection.interrupt()
-        for thread in self._threads:
-            thread.join()
-        for connection in self._connections:
-            connection.close()
+        let_in(connection, self._trust.secret(), self._credit, bytes(16))
+        while True:
+            head = p.REQUEST.unpack(received(connection, p.REQUEST.size))
+            body = bytes(received(connection, head[3]))
+            self.requests += 1
+            connection.send([self._answer(head, body)])
 
 
 def located(head: tuple[int, ...]) -> bytes:

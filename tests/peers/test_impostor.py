@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,64 +18,37 @@ from kvtide.tiers.peers.greeting import ask_in, received
 from kvtide.tiers.peers.tcp import Tcp
 from kvtide.tiers.peers.transport import PeerConnection
 from tests.peers.cluster import Cluster, Part
+from tests.peers.fake_server import FakeServer
 from tests.peers.nodes import Proxy, Stores, token
 
 TOKENS = prompt(1, 2, 3)
 
 
-class Impostor:
+class Impostor(FakeServer):
     """Passes what is said in greetings to a node and back, and then lets askers talk to a server of its own, whose
     secret it knows."""
 
     def __init__(self, node: str, own: PeerServer, secret: bytes) -> None:
         self._node, self._own, self._secret = node, own, secret
-        self._listener = Tcp().listen("127.0.0.1:0")
-        self.address = self._listener.address
         self.greeted = self.let_in = 0
         """How many askers said a greeting, and how many proved then that they know the nodes' secret."""
-        self._connections: list[PeerConnection] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        super().__init__()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                asker = self._kept(self._listener.accept())
-                self._threads.append(threading.Thread(target=self._serve, args=(asker,)))
-                self._threads[-1].start()
-
-    def _kept(self, connection: PeerConnection) -> PeerConnection:
-        self._connections.append(connection)
-        return connection
-
-    def _serve(self, asker: PeerConnection) -> None:
-        with suppress(OSError):
-            node = self._kept(Tcp().connect(self._node, 10))
-            node.send([bytes(received(asker, p.HELLO.size))])
-            asker.send([bytes(received(node, p.WELCOME.size))])
-            self.greeted += 1
-            node.send([bytes(received(asker, p.PROOF))])
-            self.let_in += 1
-            own = self._kept(Tcp().connect(self._own.address, 10))
-            ask_in(own, self._secret)
-            self._threads.append(threading.Thread(target=self._pass_on, args=(own, asker)))
-            self._threads[-1].start()
-            self._pass_on(asker, own)
+    def _serve(self, connection: PeerConnection) -> None:
+        node = self._kept(Tcp().connect(self._node, 10))
+        node.send([bytes(received(connection, p.HELLO.size))])
+        connection.send([bytes(received(node, p.WELCOME.size))])
+        self.greeted += 1
+        node.send([bytes(received(connection, p.PROOF))])
+        self.let_in += 1
+        own = self._kept(Tcp().connect(self._own.address, 10))
+        ask_in(own, self._secret)
+        self._begin(self._pass_on, own, connection)
+        self._pass_on(connection, own)
 
     def _pass_on(self, source: PeerConnection, target: PeerConnection) -> None:
-        with suppress(OSError):
-            while some := source._sock.recv(1 << 16):  # type: ignore[attr-defined]
-                target.send([some])
-
-    def close(self) -> None:
-        self._listener.close()
-        self._threads[0].join()
-        for connection in self._connections:
-            connection.interrupt()
-        for thread in self._threads:
-            thread.join()
-        for connection in self._connections:
-            connection.close()
+        while some := source._sock.recv(1 << 16):  # type: ignore[attr-defined]
+            target.send([some])
 
 
 @pytest.fixture

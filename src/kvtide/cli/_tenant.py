@@ -25,17 +25,15 @@ TenantName = Annotated[
 
 
 def tag_of(tenant: str) -> bytes:
-    from kvtide.index.keys import DEFAULT_TENANT
+    from kvtide.index.keys import parse_tag
     from kvtide.security.key_ring import OWN
 
-    if tenant == "default":
-        return DEFAULT_TENANT.tag
     try:
-        tag = bytes.fromhex(tenant)
+        tag = parse_tag(tenant)
     except ValueError:
-        tag = b""
+        tag = OWN
     # the store's own key belongs to no tenant: the names of all shared blobs derive from it
-    if len(tag) != 16 or tag == OWN:
+    if tag == OWN:
         raise ConfigError(
             f"--tenant is {tenant!r}; it must be a tag of 32 hexadecimal digits, or default. In a program a tenant's "
             "is tenant.tag.hex()"

@@ -25,7 +25,7 @@ from kvtide import arguments, canonical
 from kvtide.block import BlockKey, Layout
 from kvtide.errors import LayoutError
 
-__all__ = ["DEFAULT_TENANT", "EXACT", "Chain", "Extra", "Model", "Namer", "Tenant", "Tokens"]
+__all__ = ["DEFAULT_TENANT", "EXACT", "Chain", "Extra", "Model", "Namer", "Tenant", "Tokens", "parse_tag"]
 
 Tokens = Sequence[int] | npt.NDArray[np.uint32] | memoryview | array  # type: ignore[type-arg]
 """Token ids: a list must be converted (about 16 ns a token); a uint32 buffer is used as it is."""
@@ -67,6 +67,14 @@ class Tenant:
 
 
 DEFAULT_TENANT = Tenant("", b"kvtide: the tenant of those who named none")
+
+
+def parse_tag(text: str) -> bytes:
+    """A tenant's tag from settings and commands: 32 hexadecimal digits, or ``default``. Raises ValueError."""
+    tag = DEFAULT_TENANT.tag if text == "default" else bytes.fromhex(text)
+    if len(tag) != 16:
+        raise ValueError(f"{text!r} is not a tag of 32 hexadecimal digits")
+    return tag
 
 
 @dataclass(frozen=True)

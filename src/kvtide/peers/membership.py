@@ -226,7 +226,7 @@ class Membership:
             return
         log.warning(
             "the directory of the cluster cannot be used: %s; it is tried again",
-            getattr(e, "strerror", None) or repr(e),
+            self.problem,
             exc_info=None if isinstance(e, OSError) else e,
         )
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from kvtide.config import Config, Files, MiB, Mooncake, Objects, Peers, Valkey
 from kvtide.errors import ConfigError
-from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.index.keys import parse_tag
 from kvtide.plan.quota import TenantQuotas
 from kvtide.units import format_size, parse_shares
 
@@ -72,9 +72,9 @@ def divide(config: Config) -> Shares:
     tenants = {name: number for number, name in enumerate(sorted({n for q in quotas.values() for n in q}), 1)}
     return Shares(
         rest,
-        {_tag(name): _share(rest, name, size, nvme.get(name, 0)) for name, size in dram.items()},
+        {parse_tag(name): _share(rest, name, size, nvme.get(name, 0)) for name, size in dram.items()},
         TenantQuotas(
-            {_tag(name): number for name, number in tenants.items()},
+            {parse_tag(name): number for name, number in tenants.items()},
             {tier: {tenants[name]: nbytes for name, nbytes in q.items()} for tier, q in quotas.items() if q},
         ),
     )
@@ -117,7 +117,7 @@ def _share(rest: Config, name: str, dram: int, nvme: int) -> Config:
     """The settings of a reserved share: those of the remainder, with its own budgets, without shared storage and other
     nodes."""
     # The folder's name must not reveal the tenant to a reader who knows tenants' tags.
-    folder = blake3(_tag(name), derive_key_context="kvtide 1 reserved").hexdigest(16)
+    folder = blake3(parse_tag(name), derive_key_context="kvtide 1 reserved").hexdigest(16)
     path = str(Path(rest.nvme.path).expanduser() / RESERVED / folder) if nvme else ""
     return replace(
         rest,
@@ -129,7 +129,3 @@ def _share(rest: Config, name: str, dram: int, nvme: int) -> Config:
         objects=Objects(),
         peers=Peers(),
     )
-
-
-def _tag(name: str) -> bytes:
-    return DEFAULT_TENANT.tag if name == "default" else bytes.fromhex(name)

@@ -122,7 +122,8 @@ class PendingBlocks:
         return self._clock.monotonic() - began < max(_SHORTEST, prefill.seconds(blocks * tokens, count * tokens))
 
     def _end(self, begun: Iterable[BlockKey]) -> None:
-        """Searches that began at these keys have ended. Call with the lock held."""
+        """Searches that began at these keys have ended. Call with the lock held. In one call of C code: an interrupt
+        must not leave some of them, for which callers would wait."""
         deque(map(self._under_way.pop, begun, repeat(None)), maxlen=0)
 
     def _seek(

@@ -42,7 +42,7 @@ from kvtide.config import Events
 from kvtide.errors import ConfigError
 from kvtide.events import BlockRemoved, BlockStored, Event, EventsLost
 from kvtide.index.index import DRAM
-from kvtide.index.keys import DEFAULT_TENANT
+from kvtide.index.keys import DEFAULT_TENANT, parse_tag
 from kvtide.index.work_slices import rest
 from kvtide.node.events import wire
 from kvtide.node.events.described import BlockColumns, BlockSource, Change, DescribedBlocks
@@ -112,7 +112,7 @@ class NodeEvents:
         self._topic = settings.topic.encode()
         self.wants = 2 if settings.token_ids else 1
         """What clients are asked to describe blocks with, as in ``Welcome``."""
-        self._tenants = {tenant_tag(name) for name in ["default", *settings.tenants.split()]}
+        self._tenants = {_tag(name) for name in ["default", *settings.tenants.split()]}
         self._models: dict[bytes, tuple[bytes, bytes, bytes]] = {}
         """For each tenant, the layout, the namespace and the trust domain whose blocks are published."""
         self._sources: dict[bytes, BlockSource] = {}
@@ -507,17 +507,11 @@ class NodeEvents:
             os.close(self._wake_fd)
 
 
-def tenant_tag(name: str) -> bytes:
-    """The tag of a tenant, as the settings name it. Raises ConfigError."""
-    if name == "default":
-        return DEFAULT_TENANT.tag
+def _tag(name: str) -> bytes:
     try:
-        tag = bytes.fromhex(name)
+        return parse_tag(name)
     except ValueError:
-        tag = b""
-    if len(tag) != 16:
-        raise ConfigError(f"events.tenants has {name!r}; it must be a tenant's tag, 32 hexadecimal digits")
-    return tag
+        raise ConfigError(f"events.tenants has {name!r}; it must be a tenant's tag, 32 hexadecimal digits") from None
 
 
 def _as_stored(blocks: array[int], places: bytes) -> list[Change]:

@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,19 +186,7 @@ class Mooncake:
         return memory == _EMPTY
 
     def _get_whole(self, parts: Sequence[_Part], timeout: float) -> list[int]:
-        end, codes = time.monotonic() + timeout, list[int]()
-        for some in _rows(parts):
-            keys = [part.key for part in some]
-            places = [[_address(span) for span in part.spans] for part in some]
-            sizes = [[len(span) for span in part.spans] for part in some]
-
-            def get(store: Any, keys: Any = keys, places: Any = places, sizes: Any = sizes) -> Sequence[int]:
-                found: Sequence[int] = store.batch_get_into_multi_buffers(keys, places, sizes)
-                return found
-
-            with self._turn(self._among(sizes), end - time.monotonic()):
-                codes += self._call(end - time.monotonic(), get)
-        return codes
+        return [code for codes in self._moved("batch_get_into_multi_buffers", parts, timeout) for code in codes]
 
     def _get_some(self, parts: Sequence[_Part], timeout: float) -> list[int]:
         """Read ranges of objects; each object is there once."""
@@ -246,19 +235,9 @@ class Mooncake:
         self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = nullcontext
     ) -> list[bool]:
         with turn():
-            end = time.monotonic() + timeout
             wanted = {self._prefix + name: [span for span in spans if span] or [_marker()] for name, spans in batch}
-            for some in _rows([_Part(0, key, spans, 0) for key, spans in wanted.items()]):
-                keys = [part.key for part in some]
-                places = [[_address(span) for span in part.spans] for part in some]
-                sizes = [[len(span) for span in part.spans] for part in some]
-
-                def put(store: Any, keys: Any = keys, places: Any = places, sizes: Any = sizes) -> Sequence[int]:
-                    found: Sequence[int] = store.batch_put_from_multi_buffers(keys, places, sizes)
-                    return found
-
-                with self._turn(self._among(sizes), end - time.monotonic()):
-                    codes = self._call(end - time.monotonic(), put)
+            parts = [_Part(0, key, spans, 0) for key, spans in wanted.items()]
+            for codes in self._moved("batch_put_from_multi_buffers", parts, timeout):
                 for code in codes:
                     if code != EXISTS:
                         self._client.check(code)
@@ -326,6 +305,17 @@ class Mooncake:
             codes = list(do(opened.store))
         self._client.judge(opened, codes, time.monotonic() - began)
         return codes
+
+    def _moved(self, method: str, parts: Sequence[_Part], timeout: float) -> Iterator[list[int]]:
+        """Move whole objects by that method of the library; yields its answers, a list for each call."""
+        end = time.monotonic() + timeout
+        for some in _rows(parts):
+            keys = [part.key for part in some]
+            places = [[_address(span) for span in part.spans] for part in some]
+            sizes = [[len(span) for span in part.spans] for part in some]
+            with self._turn(self._among(sizes), end - time.monotonic()):
+                codes = self._call(end - time.monotonic(), methodcaller(method, keys, places, sizes))
+            yield codes
 
     def _among(self, sizes: Sequence[Sequence[int]]) -> threading.Lock | threading.Semaphore:
         """What is held while bytes of these sizes move."""
