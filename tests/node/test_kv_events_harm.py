@@ -4,7 +4,7 @@ that are taken, too much at once."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import zmq
 from kvtide import Layout, Model, config
 from kvtide.block import BlockKey
 from kvtide.errors import ConfigError
-from kvtide.events import BlockStored
+from kvtide.events import BlockRemoved, BlockStored
 from kvtide.index.index import DRAM, SEALED
 from kvtide.index.keys import DEFAULT_TENANT, ROOT
 from kvtide.node.events import publisher as module
@@ -47,8 +47,8 @@ class Publisher:
         assert source is not None
         self.source = source
 
-    def describe(self, count: int) -> list[BlockKey]:
-        """Blocks without parents, which are stored though nothing has said so. Returns their keys."""
+    def describe(self, count: int, parent: bytes = ROOT) -> list[BlockKey]:
+        """Blocks after the same parent, which are stored though nothing has said so. Returns their keys."""
         ending, identity = self.source.groups[0]
         names = os.urandom(32 * count)
         keys = [BlockKey(names[i : i + 32] + ending) for i in range(0, len(names), 32)]
@@ -58,12 +58,19 @@ class Publisher:
             index.identity[rows] = identity
             index.state[DRAM][rows] = SEALED
         for key in keys:
-            self.events.describe(self.source, ROOT, key[:32], os.urandom(4 * TOKENS))
+            self.events.describe(self.source, parent, key[:32], os.urandom(4 * TOKENS))
         return keys
 
-    def keep(self, count: int) -> None:
+    def keep(self, count: int, parent: bytes = ROOT) -> list[BlockKey]:
         """Store blocks."""
-        self.store.feed.publish([BlockStored("dram", tuple(self.describe(count)))])
+        keys = self.describe(count, parent)
+        self.store.feed.publish([BlockStored("dram", tuple(keys))])
+        return keys
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        with self.store.index.lock:
+            self.store.index.state[DRAM][self.store.index.rows(keys)] = 0
+        self.store.feed.publish([BlockRemoved("dram", tuple(keys), "dropped")])
 
     def consumer(self, **given: Any) -> Consumer:
         return Consumer(self.events.address, self.events.replay_address, **given)
@@ -226,6 +233,71 @@ def test_events_that_do_not_fit_lose_nothing(opened: list[Publisher], monkeypatc
         index.state[DRAM][index.rows(keys)] = 0
     node.store.feed.publish([BlockStored("dram", tuple(BlockKey(bytes(36)) for _ in range(1001)))])
     seen.until(lambda: number_of(seen) == 1)
+
+
+def test_a_later_subscriber_without_replays_is_told_everything(
+    opened: list[Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing happens in the node; and who was there before forgets nothing."""
+    monkeypatch.setattr(module, "_AGAIN", 0.1)
+    monkeypatch.setattr(module, "_RETURN", 0.0)
+    opened.append(node := Publisher(buffer="64MiB"))
+    node.describe(300)
+    seen = node.consumer()
+    seen.until(lambda: number_of(seen) == 300)
+    for _ in range(2):  # the second one subscribes to what two have subscribed to
+        late = Consumer(node.events.address, "")
+        late.until(lambda late=late: late.blocks == seen.blocks)  # type: ignore[misc]
+        assert late.clears == late.repeated == 0
+    seen.until(lambda: seen.repeated >= 600)
+    assert seen.clears == 1
+
+
+def test_consumers_of_a_process_that_was_killed_forget_what_it_had(
+    opened: list[Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them, though they come back one after the other, and whether they ask for replays or not."""
+    monkeypatch.setattr(module, "_AGAIN", 0.1)
+    opened.append(node := Publisher())
+    node.describe(2)
+    first = node.consumer()
+    first.until(lambda: number_of(first) == 2)
+    known = {place: dict(blocks) for place, blocks in first.blocks.items()}
+    opened.append(other := Publisher())
+    other.describe(1)
+    for _ in range(3):
+        back = Consumer(other.events.address, "")
+        back.blocks.update({place: dict(blocks) for place, blocks in known.items()})
+        back.until(lambda back=back: number_of(back) == 1 and back.clears > 0)  # type: ignore[misc]
+
+
+def test_what_happens_while_everything_is_told_again_is_told_too(
+    opened: list[Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks come and go meanwhile, some after parents that the later subscriber does not know yet."""
+    monkeypatch.setattr(module, "_AGAIN", 0.1)
+    monkeypatch.setattr(module, "_RETURN", 0.0)
+    monkeypatch.setattr(module, "_ONCE_MORE", 2)
+    monkeypatch.setattr(module, "_BETWEEN", 0.0)
+    opened.append(node := Publisher(buffer="64MiB"))
+    first = node.describe(200)
+    children = [node.describe(1, parent[:32])[0] for parent in first]
+    seen = node.consumer()
+    seen.until(lambda: number_of(seen) == 400)
+    late = Consumer(node.events.address, "")
+    late.until(lambda: number_of(late) > 20)
+    assert number_of(late) < 300, "everything was told at once, so that nothing is tried"
+    node.drop(first[:20] + first[100:120] + children[60:70])
+    node.keep(1, first[-1][:32])
+    node.keep(1, children[-2][:32])
+    node.keep(20)
+    seen.until(lambda: number_of(seen) == 332)
+    late.until(lambda: late.blocks == seen.blocks)
+    with node.store.index.lock:
+        node.store.index.state[DRAM][node.store.index.rows(first[:20])] = SEALED
+    node.store.feed.publish([BlockStored("dram", tuple(first[:20]))])
+    seen.until(lambda: number_of(seen) == 372)
+    late.until(lambda: late.blocks == seen.blocks)
 
 
 def test_a_failure_of_the_publisher_is_not_its_end(

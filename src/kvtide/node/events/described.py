@@ -165,8 +165,9 @@ class DescribedBlocks:
         if self.columns.sources and len(groups := self.columns.sources[0].groups) > 1:
             ending = groups[0][0]
             keys = [BlockKey(key[:32] + ending) for key in keys]
-        known = self._known.get
-        self._looked_at.update([(number, None) for key in keys if (number := known(key)) is not None])
+        numbers: dict[int | None, None] = dict.fromkeys(map(self._known.get, keys))
+        numbers.pop(None, None)
+        self._looked_at.update(cast("dict[int, None]", numbers))
 
     def look_at_all(self) -> None:
         """Anything may have happened."""
@@ -196,8 +197,9 @@ class DescribedBlocks:
     def _locate(self, blocks: Sequence[int], now: float) -> None:
         """Ask the index where blocks are."""
         keys, sources, here = self.columns.keys, self.columns.sources, self._here
-        for source in {sources[one] for one in blocks}:
-            some = [one for one in blocks if sources[one] is source]
+        of = {*map(sources.__getitem__, blocks)}
+        for source in of:
+            some = blocks if len(of) == 1 else [one for one in blocks if sources[one] is source]
             for one, places in zip(some, _places(source, [keys[one] for one in some], now), strict=True):
                 here[one] = places
 
@@ -220,8 +222,9 @@ class DescribedBlocks:
             if not now or not before:
                 if one in children:
                     blocks += children[one]
-                if one < end and parents[one + 1] == one:
-                    blocks.append(one + 1)
+                after = one + 1
+                if one < end and parents[after] == one and (not blocks or blocks[-1] != after):
+                    blocks.append(after)
             if (earlier := found.pop(one, None)) is not None:
                 before = earlier[1]
             if now != before:
@@ -242,7 +245,11 @@ class DescribedBlocks:
                         blocks += children[one]
                     if one < end and parents[one + 1] == one:
                         blocks.append(one + 1)
-        return found, bytes([published[one] for one in found])
+        return found, self.places(found)
+
+    def places(self, blocks: Iterable[int]) -> bytes:
+        """The bits of the places where consumers believe each block to be."""
+        return bytes(map(self._published.__getitem__, blocks))
 
     def clean(self, time_now: float, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it

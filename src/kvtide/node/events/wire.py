@@ -157,10 +157,12 @@ def cuts(columns: BlockColumns, changes: Sequence[Change], least: int = 1) -> li
     first = changes[0][0]
     source = columns.sources[first]  # all that is published has blocks and pages of the same size
     sizes = _sizes(source.pages, source.block_tokens if columns.tokens[first] else 0)
+    each = [sizes[before << 3 | now] for _, before, now in changes]
+    if len(each) <= _MOST and sum(each) <= BATCH:
+        return [len(each)]
     ends: list[int] = []
     start = size = 0
-    for at, (_, before, now) in enumerate(changes):
-        more = sizes[before << 3 | now]
+    for at, more in enumerate(each):
         if at > start and (size + more > BATCH * least or at - start >= _MOST * least):
             ends.append(at)
             start, size = at, 0
@@ -181,31 +183,38 @@ def _sizes(pages: int, tokens: int) -> list[int]:
 def _runs(columns: BlockColumns, changes: Sequence[Change]) -> list[_Run]:
     """Events that may have several blocks: stored ones each after the other. All that is removed comes last: a block
     that moves must be somewhere when one after it is stored."""
-    parents, stored, removed = columns.parents, list[_Run](), dict[int, _Run]()
-    growing: dict[int, _Run] = {}
+    parents, stored, removed = columns.parents, list[_Run](), dict[int, list[int]]()
+    growing: dict[int, list[int]] = {}
     for block, before, now in changes:
-        for place in _CHANGED[before ^ now]:
-            if not now & place:
-                removed.setdefault(place, _Run(place, False, [])).blocks.append(block)
-                continue
-            run = growing.get(place)
-            if run is not None and parents[block] == run.blocks[-1]:
-                run.blocks.append(block)
+        for place in _CHANGED[before & ~now]:
+            if place in removed:
+                removed[place].append(block)
             else:
-                run = growing[place] = _Run(place, True, [block])
-                stored.append(run)
-    return [*stored, *removed.values()]
+                removed[place] = [block]
+        for place in _CHANGED[now & ~before]:
+            if place in growing and parents[block] == growing[place][-1]:
+                growing[place].append(block)
+            else:
+                growing[place] = [block]
+                stored.append(_Run(place, True, growing[place]))
+    return [*stored, *[_Run(place, False, blocks) for place, blocks in removed.items()]]
 
 
 def _hashes(columns: BlockColumns, runs: Sequence[_Run]) -> npt.NDArray[np.uint64]:
     """The hashes of the pages of blocks. They follow from a block's name, so they are the same on every node; the last
     one is the block's own, which its children name as their parent."""
-    keys = columns.keys
+    keys, pages = columns.keys, columns.sources[runs[0].blocks[0]].pages
     names = b"".join([keys[block][:8] for run in runs for block in run.blocks])
-    own = np.frombuffer(names, ">u8").astype(np.uint64)
-    pages = np.arange(1, columns.sources[runs[0].blocks[0]].pages + 1, dtype=np.uint64)
-    pages[-1] = 0
-    return (own[:, None] + pages * _STEP).ravel()
+    own = np.frombuffer(names, ">u8")
+    return own if pages == 1 else (own.astype(np.uint64)[:, None] + _differences(pages)).ravel()
+
+
+@lru_cache
+def _differences(pages: int) -> npt.NDArray[np.uint64]:
+    """What the hash of each page of a block has more than the block's own."""
+    found = np.arange(1, pages + 1, dtype=np.uint64) * _STEP
+    found[-1] = 0
+    return found
 
 
 def _tokens(columns: BlockColumns, run: _Run) -> list[memoryview]:
