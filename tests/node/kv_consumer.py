@@ -19,14 +19,12 @@ END = b"\xff" * 8
 class Mirror:
     """Which blocks there are, by the events of one node. All rules that a consumer relies on are checked."""
 
-    def __init__(self, *, replays: bool = True) -> None:
-        """``replays``: whether it asks for what came before its first batch. If not, it leaves out what it cannot
-        place, and is told of it again."""
-        self.replays = replays
+    def __init__(self) -> None:
+        self.late = False
+        """Whether it may be told of changes of what it does not know, until it is told to forget everything."""
         self.blocks: dict[tuple[str, str], dict[int, tuple[int | None, tuple[int, ...]]]] = defaultdict(dict)
         """By medium and locality: by hash, the parent and the tokens."""
-        self.clears = self.repeated = 0
-        """How often it was told to forget everything, and of how many blocks twice."""
+        self.clears = 0
 
     def event(self, event: Any) -> None:
         if not isinstance(event, dict):
@@ -37,24 +35,24 @@ class Mirror:
         if event["type"] == "AllBlocksCleared":
             self.clears += 1
             self.blocks.clear()
+            self.late = False
+            return
+        if self.late:
             return
         known = self.blocks[event["medium"], event["locality"]]
         if event["type"] == "BlockRemoved":
             for one in event["block_hashes"]:
-                assert one in known or not self.replays, "a block is removed that was not stored"
-                known.pop(one, None)
+                assert one in known, "a block is removed that was not stored"
+                del known[one]
             return
         assert event["type"] == "BlockStored"
         parent, size, tokens = event["parent_block_hash"], event["block_size"], event["token_ids"]
         anywhere = {one for place in self.blocks.values() for one in place}
-        if parent is not None and parent not in anywhere:
-            assert not self.replays, "a block is stored before its parent"
-            return
+        assert parent is None or parent in anywhere, "a block is stored before its parent"
         assert len(tokens) in (0, size * len(event["block_hashes"]))
         for i, one in enumerate(event["block_hashes"]):
-            told = parent, tuple(tokens[i * size : i * size + size])
-            self.repeated += one in known
-            assert known.setdefault(one, told) == told, "a block is stored twice, and not the same"
+            assert one not in known, "a block is stored twice"
+            known[one] = parent, tuple(tokens[i * size : i * size + size])
             parent = one
 
     def longest(self, tokens: Sequence[int], medium: str = "CPU", locality: str = "LOCAL") -> int:
@@ -76,13 +74,14 @@ class Consumer(Mirror):
 
     def __init__(self, publishes: str, replays: str, *, start: int = 0) -> None:
         """``replays``: empty if it never asks for a replay."""
-        super().__init__(replays=bool(replays))
+        super().__init__()
+        self.late = not replays
         OPEN.append(self)
         self._context = zmq.Context()
         self.sub = self._context.socket(zmq.SUB)
         self.sub.connect(publishes)
         self.sub.setsockopt(zmq.SUBSCRIBE, b"")
-        self._replay_address = replays
+        self._replays = replays
         self.next = start
         """The number of the batch that it expects."""
         self.gaps = self.batches = self.largest = 0
@@ -101,7 +100,7 @@ class Consumer(Mirror):
             return True
         if at > self.next:
             self.gaps += 1
-            if self.replays:
+            if self._replays:
                 self.replay()
         if at >= self.next:
             self.apply(at, batch)
@@ -119,7 +118,7 @@ class Consumer(Mirror):
     def replay(self, start: int | None = None) -> list[int]:
         """Ask for all batches from a number on, and apply them. Returns their numbers."""
         with self._context.socket(zmq.DEALER) as dealer:
-            dealer.connect(self._replay_address)
+            dealer.connect(self._replays)
             dealer.send_multipart([b"", (self.next if start is None else start).to_bytes(8, "big")])
             found: list[int] = []
             while True:

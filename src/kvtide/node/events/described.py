@@ -245,11 +245,7 @@ class DescribedBlocks:
                         blocks += children[one]
                     if one < end and parents[one + 1] == one:
                         blocks.append(one + 1)
-        return found, self.places(found)
-
-    def places(self, blocks: Iterable[int]) -> bytes:
-        """The bits of the places where consumers believe each block to be."""
-        return bytes(map(self._published.__getitem__, blocks))
+        return found, bytes(map(published.__getitem__, found))
 
     def clean(self, time_now: float, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it

@@ -4,9 +4,9 @@ replays.
 **Nobody waits for it.** The node's loop and the threads that move blocks only add to a queue. One thread does the rest:
 it looks up what was described and what happened (``described.py``), encodes it (``wire.py``) and sends it. Without a
 consumer nothing is followed, looked up or encoded: descriptions are kept, and that is all. With the first subscription,
-or the first replay, consumers are told to forget everything and are then told all that is stored. With a later
-subscription all is told once more, and nobody forgets anything: what was told twice is known as before. But in the
-first minute of a process it may be a consumer of an earlier one that was killed, so all begin anew.
+or the first replay, consumers are told to forget everything and are then told all that is stored. So are all of them
+with a later subscription: the subscriber may be a new one, or one that was away and missed what was removed. To tell
+blocks twice instead would mislead consumers that count how often they were told of a block.
 
 **Numbers.** Each batch has the next number, and a number is never used again, by no later process either: see
 ``numbers.py``. So a consumer that asks for what it missed before a restart asks for a number that this process knows to
@@ -33,7 +33,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +61,12 @@ log = logging.getLogger("kvtide.events")
 _GATHER = 0.02
 """Seconds that events are gathered before they are published."""
 _BETWEEN = 0.05
-"""Seconds from one publication to the next, at least: to publish a few blocks costs half as much as to publish 50."""
+"""Seconds from one batch to the next, at least: to publish a few blocks costs half as much as to publish 50."""
 _IDLE = 1.0
 """Seconds after which the thread looks at its queues, whatever happens."""
-_AGAIN = 5.0
-"""Seconds from one time that everything is told to the next, for subscribers that come one after the other."""
-_RETURN = 60.0
-"""Seconds after the start in which consumers of an earlier process may come back. What they know of it may be gone."""
+_ANEW = 5.0
+"""Seconds after which consumers are told everything again, if there are new ones; and so many times as long as it took
+to tell them."""
 _LINGER = 30.0
 """Seconds that events are followed after the last replay without a subscriber."""
 _WAITING = 250_000
@@ -78,8 +77,6 @@ _DESCRIPTION = 200
 """Bytes of a description, besides tokens and digests."""
 _KEPT = 300
 """Bytes that a batch takes in the buffer besides its own."""
-_ONCE_MORE = 256
-"""Blocks that are told once more in one go."""
 _REPLIES = 64
 """Replays at a time."""
 _MESSAGES = 1024
@@ -158,15 +155,12 @@ class NodeEvents:
         all that was stored before is published yet, so that replays wait."""
         self._newcomer = False
         """Whether there is a subscriber who was not told what was published before."""
-        self._again: deque[int] = deque()
-        """Blocks that are told once more if they are still published, parents before children."""
-        self._began = time.monotonic()
-        self._told = 0.0
-        """When it was begun last to tell everything."""
+        self._anew = self._patience = 0.0
+        """When it was begun last to tell everything, and how long it takes until that is done again."""
         self._replayed = -_LINGER
         self._due: float | None = None
-        self._published = 0.0
-        """When something was published last."""
+        self._emitted = 0.0
+        """When the last batch was published."""
         self._replies: dict[bytes, _Reply] = {}
         self._state: tuple[int, BlockColumns, array[int], bytes] | None = None
         """All that was published before a number, and where: for the snapshots of consumers that ask together."""
@@ -339,16 +333,17 @@ class NodeEvents:
             self._emit(self._encoder.cleared(self._clock.time()))
 
     def _step(self, poller: zmq.Poller) -> None:
-        behind = self._active and bool(self._blocks.waiting or self._again)
+        behind = self._active and self._blocks.waiting
         if behind:
             rest()
         now = time.monotonic()
-        wait = _RETRY if self._replies else _IDLE if self._due is None else max(0.0, self._due - now)
+        due = self._anew + self._patience if self._newcomer and self._due is None else self._due
+        wait = _RETRY if self._replies else _IDLE if due is None else min(_IDLE, max(0.0, due - now))
         ready = dict(poller.poll(0 if behind else int(wait * 1000) + 1))
         now = time.monotonic()
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-            self._due = max(now + _GATHER, self._published + _BETWEEN) if self._due is None else self._due
+            self._due = max(now + _GATHER, self._emitted + _BETWEEN) if self._due is None else self._due
         if self._publish_socket in ready:
             self._subscriptions()
         if self._replay_socket in ready:
@@ -356,17 +351,14 @@ class NodeEvents:
         wanted = bool(self._topics) or bool(self._replies) or now < self._replayed + _LINGER
         if wanted != self._active:
             self._switch(wanted, now)
-        if self._newcomer and not self._filling and not self._again and now >= self._told + _AGAIN:
-            self._tell_newcomers(now)
+        if self._newcomer and not self._filling and now >= self._anew + self._patience:
+            self._switch(True, now)
         if behind or not self._active or self._due is None or now >= self._due or not ready:
             self._due = None
             self._take(now)
             if self._active:
                 self._publish()
-                self._tell_again()
-                self._published = now
-            if not self._again:  # blocks that are forgotten change the numbers of others
-                self._blocks.clean(self._clock.time(), now)
+            self._blocks.clean(self._clock.time(), now)
         self._send_replies(now)
         self._seconds = time.thread_time()
 
@@ -375,21 +367,12 @@ class NodeEvents:
         self._unfollow()
         self._unfollow = self._no_follower
         self._active, self._state = active, None
-        self._newcomer, self._told = False, now
-        self._again.clear()
+        self._newcomer, self._anew, self._patience = False, now, _ANEW
         self._blocks.unpublish()
         if active:
             self._unfollow = self._feed.follow(self._happened)
             self._fresh = self._filling = True
             self._due = None
-
-    def _tell_newcomers(self, now: float) -> None:
-        """Begin to tell everything, because of subscribers who came while others were there."""
-        if now < self._began + _RETURN:
-            self._switch(True, now)
-        else:
-            self._newcomer, self._told = False, now
-            self._again.extend(self._blocks.published()[0])
 
     def _subscriptions(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -424,19 +407,7 @@ class NodeEvents:
             return
         time_now = self._clock.time()
         fresh, self._fresh = self._fresh, False
-        changes = self._blocks.changes(time_now)
-        self._tell(changes, time_now, fresh=fresh)
-        if self._again:  # a subscriber who was not told of its parent yet could not place such a block
-            self._again.extend([one for one, before, now in changes if now & ~before])
-
-    def _tell_again(self) -> None:
-        """Some of what is published, for subscribers who came while others were there."""
-        some = [self._again.popleft() for _ in range(min(_ONCE_MORE, len(self._again)))]
-        changes = [(one, 0, places) for one, places in zip(some, self._blocks.places(some), strict=True) if places]
-        self._tell(changes, self._clock.time())
-
-    def _tell(self, changes: Sequence[Change], time_now: float, *, fresh: bool = False) -> None:
-        columns, start = self._blocks.columns, 0
+        columns, changes, start = self._blocks.columns, self._blocks.changes(time_now), 0
         for end in wire.cuts(columns, changes) or ([0] if fresh else []):
             self._emit(self._encoder.payload(time_now, columns, changes[start:end], fresh=fresh))
             fresh, start = False, end
@@ -450,6 +421,7 @@ class NodeEvents:
         while self._ring_bytes > self._settings.buffer and len(self._ring) > 1:
             self._ring_bytes -= len(self._ring.popitem(last=False)[1]) + _KEPT
         self._batches += 1
+        self._emitted = time.monotonic()
         self._state = None
         self._publish_socket.send_multipart([self._topic, number.to_bytes(8, "big"), batch], zmq.NOBLOCK)
 
@@ -515,6 +487,7 @@ class NodeEvents:
     def _send_replies(self, now: float) -> None:
         if self._filling:
             self._filling = self._blocks.waiting
+            self._patience = _ANEW * max(1.0, now - self._anew)
             return
         for address, reply in list(self._replies.items()):
             try:
