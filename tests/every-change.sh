@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# `make test`: everything that must hold, in two rows side by side, for the one waits for disks and sockets half the time,
-# and the other for one core: vLLM's tests, then those of other engines, then those of other nodes; and all the rest.
+# `make test`: everything that must hold, in rows side by side, for most tests wait for disks and sockets half the time:
+# vLLM's tests, which need more than a core, beside all the rest; and when they have ended, those of other engines and
+# those of other nodes beside each other and the rest.
 #
-# Two rows on two cores starve each other now and then. A file with a failure is run once more when all is quiet, and what
+# Rows on two cores starve each other now and then. A file with a failure is run once more when all is quiet, and what
 # failed only beside others is named at the end: that is a fault too, of the test at least. What fails alone as well, or
 # more than a few files, fails the whole.
 #
@@ -15,7 +16,7 @@ vllm=.venv-vllm/bin/python
 few=3
 found=$(mktemp -d)
 trap 'rm -rf "$found"' EXIT
-trap 'kill $(jobs -p) 2>/dev/null; exit 130' INT TERM
+trap 'trap "" TERM; kill 0; exit 130' INT TERM # with the rows that a row has started
 
 # tests NAME PYTHON PYTEST-OPTION...: how it ended, and what failed, is kept under that name.
 tests() {
@@ -45,18 +46,21 @@ print(*sorted({test.partition('::')[0] for test in json.load(open(sys.argv[1]))}
     [ "$(cat "$found/$name.status")" = 0 ]
 }
 
-engines=(tests/engines tests/serve)
-peers=(tests/peers tests/mooncake)
+engines=(tests/engines tests/serve tests/tiers)
+nodes=(tests/peers tests/mooncake tests/node)
 {
-    tests vllm "$vllm" tests/engines/vllm
-    tests engines "$main" "${engines[@]}"
-    tests peers "$main" "${peers[@]}"
-} >"$found/engines.log" 2>&1 &
-tests rest "$main" "${engines[@]/#/--ignore=}" "${peers[@]/#/--ignore=}" &
+    tests vllm "$vllm" tests/engines/vllm >"$found/vllm.log" 2>&1
+    tests engines "$main" "${engines[@]}" >"$found/engines.log" 2>&1 &
+    tests nodes "$main" "${nodes[@]}" >"$found/nodes.log" 2>&1 &
+    wait
+} &
+tests rest "$main" "${engines[@]/#/--ignore=}" "${nodes[@]/#/--ignore=}" &
 wait
-echo "== with vLLM, then other engines, then other nodes"
-cat "$found/engines.log"
+for name in vllm engines nodes; do
+    echo "== $name"
+    cat "$found/$name.log"
+done
 
 seen=0
-again vllm "$vllm" && again engines "$main" && again peers "$main" && again rest "$main" || exit 1
+again vllm "$vllm" && again engines "$main" && again nodes "$main" && again rest "$main" || exit 1
 [ "$seen" = 0 ] || echo "== passed alone, and not beside others: mend what is named above"
