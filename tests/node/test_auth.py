@@ -427,8 +427,10 @@ def test_nobody_is_served_beyond_loopback_without_being_asked_who_he_is(tmp_path
 def test_a_node_listens_nowhere_and_with_http_at_loopback_alone(tmp_path: Path) -> None:
     def listening(process: Process) -> set[str]:
         """Addresses at which it takes connections, as the kernel knows them."""
-        links = (str(fd.readlink()) for fd in Path(f"/proc/{process.process.pid}/fd").iterdir())
-        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+        inodes = set()
+        for fd in Path(f"/proc/{process.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
         found = set()
         for table in ("tcp", "tcp6", "udp", "udp6"):
             for line in Path(f"/proc/{process.process.pid}/net/{table}").read_text().splitlines()[1:]:
