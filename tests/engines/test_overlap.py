@@ -18,6 +18,7 @@ from kvtide import Store, config
 from kvtide.block import Span
 from kvtide.engines.paged import HostMover
 from kvtide.engines.transformers import Answer, Attached, attach, overlap
+from kvtide.engines.transformers import attached as attached_module
 from kvtide.engines.transformers.overlap import ChunkSizes, Overlap, chosen, sizes
 from kvtide.errors import ClosedError
 from kvtide.plan.prefill import PrefillCost
@@ -120,15 +121,15 @@ def sections(output: Any) -> list[torch.Tensor]:
     return [t for layer in output.past_key_values.layers for t in (layer.keys, layer.values)]
 
 
-def as_slow_as_loading(attached: Attached, blocks: int = BLOCKS) -> None:
-    """Let the model seem to compute a prompt as fast as the store loads it."""
+def as_slow_as_loading(attached: Attached, blocks: int = BLOCKS, held: int = 0) -> None:
+    """Let the model seem to compute a prompt as fast as the store loads it, of which it has ``held`` tokens in DRAM."""
     with (
         attached.store.session(attached.identity()) as session,
         session.match(BATCH["input_ids"][0].numpy().astype("uint32"), prefill=0) as match,
     ):
         assert match.blocks == blocks
-        assert match.held_tokens == 0
-        attached.prefill.cost = PrefillCost(match.plan.load_seconds / match.tokens)
+        assert match.held_tokens == held
+        attached.prefill.cost = PrefillCost(match.plan.load_seconds / (match.tokens - held))
 
 
 @contextmanager
@@ -138,7 +139,11 @@ def cold(model: PreTrainedModel, folder: Path, disk: FaultyDisk) -> Iterator[tup
         first = attached.generate(**BATCH, **MORE).output
     with on_disk(folder, disk) as store, attach(model, store, block_tokens=BLOCK) as attached:
         as_slow_as_loading(attached)
-        yield attached, store, first
+        try:
+            yield attached, store, first
+        finally:
+            if isinstance(disk, PacedDisk):  # closing waits for reads
+                disk.let(1 << 30)
         assert store.statistics().held == 0, "a lease was not released"
         assert store.statistics().pinned == 0
 
@@ -331,11 +336,28 @@ def test_what_is_in_memory_is_neither_loaded_nor_computed(llama: PreTrainedModel
     with cold(llama, tmp_path, disk) as (attached, store, stored):
         with store.session(attached.identity()) as session:
             session.prefetch(BATCH["input_ids"][0, : 3 * BLOCK].numpy().astype("uint32")).wait()
+        as_slow_as_loading(attached, held=3 * BLOCK)  # the disk's speed was measured again
         disk.let(0)  # else all of it may come before the first chunk
         watch.during = during
         answer = attached.generate(**BATCH, **MORE)
         assert watch.chunks == [(3 * BLOCK, 4 * BLOCK)]
         check(llama, stored, watch, answer)
+
+
+def test_a_disk_that_hangs_does_not_hang_the_model(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the whole prompt was to be loaded."""
+    disk = PacedDisk()
+    monkeypatch.setattr(attached_module, "_OVERDUE", 0.1)
+    with cold(llama, tmp_path, disk) as (attached, store, stored):
+        attached.prefill.cost = PrefillCost(1e-3)  # a thousand times as slow as loading
+        disk.let(0)
+        answer = attached.generate(**BATCH, **MORE)
+        assert answer.report.cached == (0,)
+        assert torch.equal(answer.output.sequences, stored.sequences)
+        disk.let(1 << 30)
+        assert eventually(lambda: store.statistics().held == 0)
 
 
 def test_a_prompt_of_whole_blocks_computes_its_last_token(llama: PreTrainedModel, tmp_path: Path, watch: Watch) -> None:

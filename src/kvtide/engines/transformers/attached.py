@@ -32,6 +32,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -75,6 +76,9 @@ _PATIENCE = 5.0
 """Seconds that a call waits for the KV of earlier calls to be stored."""
 _WAIT = 0.25
 """Seconds that a lookup waits for blocks that others are writing, or have just written."""
+_SLOWER, _OVERDUE = 4.0, 10.0
+"""After so many times the seconds that a load is expected to take, the seconds that computing would take, and so many
+more, the load is given up, and what has not arrived is computed: a disk that hangs must not hang ``generate``."""
 _SESSIONS = 64
 """Sessions kept open, one per model (by its weights) and tenant."""
 
@@ -341,7 +345,8 @@ class Attached:
                 return both
             if border(matches) > min(prompts.pads):
                 loads = [session.load(match) for match in matches]
-                found = [load.wait() for load in loads]
+                overdue = time.monotonic() + max(map(self._patience, matches))
+                found = [load.wait(max(0.0, overdue - time.monotonic())) for load in loads]
                 if (length := border(found)) > min(prompts.pads):
                     device = self.model.device
                     cache, copies = fill(self._mover(device), session.layout, device, found, prompts.pads, length)
@@ -351,6 +356,10 @@ class Attached:
                     cached = tuple(max(0, length - pad) for pad in prompts.pads)
                     return _Found(cache, length, cached, held.pop_all())
         return _Found(DynamicCache(), 0, (0,) * len(chains), ExitStack())
+
+    def _patience(self, match: kvtide.Match) -> float:
+        """Seconds after which a load is given up."""
+        return _SLOWER * match.plan.load_seconds + (self.prefill.seconds(0, match.tokens) or 0.0) + _OVERDUE
 
     def _overlap(self, session: Session, match: kvtide.Match) -> Overlap | None:
         """Begin to load and compute a prompt's prefix at the same time, if neither alone is clearly faster."""
