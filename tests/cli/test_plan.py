@@ -105,6 +105,7 @@ def test_this_host_is_measured_if_asked() -> None:
         (["llama-3.1-8b", "--gpu", "h300"], ConfigError, "did you mean h"),
         (["llama-3.1-8b", "--context", "8k,long"], ConfigError, "'long' is no number of tokens"),
         (["llama-3.1-8b", "--trace", "t.jsonl"], ConfigError, "--trace needs the hit rate"),
+        (["llama-3.1-8b", "--gpu-price", "3"], ConfigError, "--gpu-price has no effect without --requests-per-hour"),
         (["llama-3.1-8b", "--disk", "/"], ConfigError, "--disk has no effect without --measure"),
         (["llama-3.1-8b", "--measure", "--disk", "/nowhere"], ConfigError, "there is no folder"),
         (["llama-3.1-8b", "--prefill-cost", "1"], ConfigError, "give two numbers"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -83,6 +85,30 @@ def test_only_the_width_of_the_terminal_breaks_the_lines_of_a_help() -> None:
     start = shown.index("The recording is replayed with the settings in force and with changed ones:")
     assert shown[start + 1].startswith("larger tiers, a first disk, other policies, no limits.")
     assert "kvtide doctor node /run/kvtide/kvtide.sock" in shown
+
+
+def commands() -> dict[tuple[str, ...], str]:
+    """Every command and subcommand, with what its source says of it."""
+    found: dict[tuple[str, ...], str] = {}
+    for name in cli.COMMANDS:
+        command = typer.main.get_command(import_module(f"kvtide.cli.{name}").app)
+        found[(name,)] = inspect.cleandoc(command.help or "")
+        for word, below in getattr(command, "commands", {}).items():
+            found[(name, word)] = inspect.cleandoc(below.help or "")
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_help_can_be_read_and_copied_from_80_columns(words: tuple[str, ...]) -> None:
+    """Examples are indented, and no line of them is broken. No Python type is shown, and for an option without a value
+    none at all."""
+    shown = kvtide(*words, "--help")
+    lines = [line.rstrip() for line in shown.splitlines()]
+    for line in commands()[words].splitlines():
+        if line.startswith("    "):
+            plain = line.replace("[bold]", "").replace("[/bold]", "").replace("\\[", "[")
+            assert f" {plain}" in lines
+    assert not re.search(r"<bool>|<str>|<path>|list\[", shown.partition("─ Options ")[2])
 
 
 @pytest.mark.parametrize(

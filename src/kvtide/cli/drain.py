@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvtide.cli._options import socket_of
 
 if TYPE_CHECKING:
     from kvtide.node.client.client import Client
@@ -23,7 +24,9 @@ _AGAIN = "kvtide drain tries again; kvtide drain --resume makes the node a membe
 
 @app.command()
 def drain(
-    address: Annotated[str, typer.Argument(help="Where the node listens: its socket.")] = "kvtide.sock",
+    address: Annotated[
+        str, typer.Argument(help="Where the node listens: its socket, with or without unix:.")
+    ] = "kvtide.sock",
     resume: Annotated[
         bool, typer.Option("--resume", help="Undo it, also after its end: the node is a member of its cluster again.")
     ] = False,
@@ -39,7 +42,7 @@ def drain(
     from kvtide.node.client.client import Client
     from kvtide.node.client.link import NodeUnavailable
 
-    path = Path(address.removeprefix("unix:"))
+    path = socket_of(address, "a node on another host is drained there: kvtide drain SOCKET")
     with Client(path) as client:
         try:
             try:

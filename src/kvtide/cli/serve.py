@@ -81,8 +81,9 @@ def serve(
 
     Then, with any client of that interface:
 
-        [bold]curl 127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
-        -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
+        [bold]curl 127.0.0.1:8000/v1/chat/completions \\
+          -H 'Content-Type: application/json' \\
+          -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
     """
     _check(api_key, store, file)
     from rich.console import Console
