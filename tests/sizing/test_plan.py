@@ -14,7 +14,7 @@ from kvtide.errors import ConfigError, LayoutError, TraceError
 from kvtide.plan.prefill import PrefillCost
 from kvtide.replay.lru_curve import lru_curve
 from kvtide.replay.run import slot_of
-from kvtide.sizing.arithmetic import Assumptions, Host, StorageTier
+from kvtide.sizing.arithmetic import ENGINES, Assumptions, Host, StorageTier
 from kvtide.sizing.hardware import GPUS, LINKS, TransferLink, gpu_of, link_of, measured
 from kvtide.sizing.models import MODELS, shape_of
 from kvtide.sizing.plan import Demand, SizingPlan, plan
@@ -148,6 +148,24 @@ def test_a_disk_slower_than_computing_does_not_help() -> None:
     found = plan("llama-3.1-8b", contexts=[8192], nvme="2GB").verdicts[1]
     assert (found.tier, found.helps, found.why) == ("nvme", False, WhyHelps.SLOWER)
     assert "from 100,096 tokens on it is quicker" in found.reason
+
+
+def test_both_at_once_is_said_of_engines_that_can_and_where_something_is_loaded() -> None:
+    vllm = plan("llama-3.1-8b", contexts=[8192], nvme="2GB").verdicts[1]
+    assert "Both at once" not in vllm.reason
+    able = ENGINES["transformers"]
+    assert "Both at once, with 41% loaded, takes 218 ms" in (
+        plan("llama-3.1-8b", contexts=[8192], nvme="2GB", assume=able).verdicts[1].reason
+    )
+    slow = plan("llama-3.1-8b", contexts=[8192], nvme="100MB", assume=able)
+    assert slow.contexts[0].tiers["nvme"].both_loaded == 0
+    assert "Both at once" not in slow.verdicts[1].reason
+
+
+def test_a_model_that_kvtide_refuses_is_not_helped() -> None:
+    assert set(one("qwen3-next-80b-a3b", 131_072).values()) == {(False, WhyHelps.REFUSED)}
+    found = plan("qwen3-next-80b-a3b", demand=Demand(requests_per_hour=1000))
+    assert [saved.gpu_hours for saved in found.savings] == [0, 0, 0]
 
 
 def test_a_tier_with_too_little_speed_helps_in_part() -> None:

@@ -82,7 +82,10 @@ def plan(
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(help="vllm or transformers: which part of the GPU's speed is reached when prompts are computed."),
+        typer.Option(
+            help="vllm or transformers: which part of the GPU's speed is reached when prompts are computed, and "
+            "whether one part of a prompt can be computed while the other is loaded."
+        ),
     ] = "vllm",
     matmul: Annotated[
         float | None,
@@ -339,18 +342,18 @@ def _show(out: Console, found: SizingPlan) -> None:
         "tier",
         "loads at",
         "quicker at",
-        "both at once",
+        *(["both at once"] if found.assumptions.overlaps else []),
         "prompts/s",
         "decode tok/s",
     )
-    each.add_row("GPU memory", "", "", "", "", f"{longest.decode_tokens_per_second:.3g}")
+    each.add_row("GPU memory", *[""] * (len(each.columns) - 2), f"{longest.decode_tokens_per_second:.3g}")
     for tier in found.tiers:
         at_longest = longest.tiers[tier.name]
         each.add_row(
             tier.name,
             _speed(longest.kv_bytes / at_longest.load),
             _from(tier.break_even, found.block_tokens),
-            seconds(at_longest.both),
+            *([seconds(at_longest.both)] if found.assumptions.overlaps else []),
             f"{at_longest.loads_per_second:.3g}",
             f"{at_longest.decode_tokens_per_second:.3g}",
         )
