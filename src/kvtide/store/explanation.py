@@ -311,7 +311,7 @@ class Explanation:
     def advice(self) -> str:
         """What could be done about the first missing blocks; empty if there is nothing."""
         missing = next((some for some in self.blocks if some.why is not Why.HIT), None)
-        if not self.blocks:
+        if self.tokens < self.block_tokens:
             return f"Only whole blocks of {self.block_tokens:,} tokens are stored: nothing of this prompt."
         return "" if missing is None else _advice(missing)
 
