@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvtide import cli
+from kvtide.units import parse_duration
 
 HEAVY = ["numpy", "msgspec", "rich", "asyncio", "torch", "matplotlib", "transformers"]
 
@@ -109,6 +110,18 @@ def test_a_help_can_be_read_and_copied_from_80_columns(words: tuple[str, ...]) -
             plain = line.replace("[bold]", "").replace("[/bold]", "").replace("\\[", "[")
             assert f" {plain}" in lines
     assert not re.search(r"<bool>|<str>|<path>|list\[", shown.partition("─ Options ")[2])
+
+
+def test_a_default_that_is_shown_in_words_is_the_default() -> None:
+    shown = {}
+    for name in cli.COMMANDS:
+        command = typer.main.get_command(import_module(f"kvtide.cli.{name}").app)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            for option in one.params:
+                if isinstance(getattr(option, "show_default", None), str):
+                    shown[f"{name} {one.name} {option.name}"] = (parse_duration(option.show_default), option.default)
+    assert len(shown) >= 3
+    assert {where: said for where, (said, true) in shown.items() if said != true} == {}
 
 
 @pytest.mark.parametrize(
