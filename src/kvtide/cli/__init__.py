@@ -28,7 +28,7 @@ COMMANDS = {
     "stop": "Stop the node at a socket, and wait until it has ended.",
     "status": "Watch a node: its tiers, hits, queues, evictions and clients, until Ctrl-C.",
     "cluster": "Show the nodes of a cluster, how fast they read from each other, and which of them have a prompt.",
-    "drain": "Let a node leave its cluster, and write what is hot to shared storage, before it is stopped.",
+    "drain": "Let a node leave its cluster, and write its blocks to shared storage, before it is stopped.",
     "explain": "Say why each block of a prompt is a hit or a miss at a node, and what to do about the first miss.",
     "config": "Show the settings in force: defaults, overridden by the file, overridden by the environment.",
     "doctor": "Check a deployment, running or planned, and say what to change.",
