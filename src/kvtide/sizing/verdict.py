@@ -133,13 +133,15 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
         return _small(host, tier, tokens, demand, computed - loaded)
     if demand.target is not None and (late := _late(host, tier, tokens, demand, demand.target)):
         return no(WhyHelps.TOO_LATE, late)
-    gain = f"the first token of {tokens:,} tokens comes after {seconds(loaded)} instead of {seconds(computed)}"
+    gain = (
+        f"the first token of {tokens:,} tokens comes after {seconds(loaded)} instead of {seconds(computed)}: "
+        f"{computed / loaded:.1f} times as fast"
+    )
     if demand.target is not None:
         most = math.floor((demand.target - host.first_token(tokens, 0.0, True)) / load)
-        gain += f"; {most:,} loads at once stay within {seconds(demand.target)}"
+        gain += f"; {most:,} {'load stays' if most == 1 else 'loads at once stay'} within {seconds(demand.target)}"
         if demand.target < 1:
             gain += ", so keep the contexts of live conversations in GPU memory"
-    gain += f": {computed / loaded:.1f} times as fast"
     holds = host.fit(tokens, tier)
     if demand.users is not None and holds is not None and holds < demand.users:
         gain += f". It holds {holds:,} of {demand.users:,} contexts"
