@@ -143,7 +143,11 @@ def kvtide(
 ) -> None:
     """Keep the KV cache instead of recomputing it.
 
-    Start with the settings in force here, and where each comes from:
+    What it would gain with a model and a GPU, before anything is installed there:
+
+        kvtide plan llama-3.1-8b --gpu h100
+
+    The settings in force here, and where each comes from:
 
         kvtide config --explain
 
