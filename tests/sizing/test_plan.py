@@ -169,6 +169,15 @@ def test_a_model_that_kvtide_refuses_is_not_helped() -> None:
     assert [saved.gpu_hours for saved in found.savings] == [0, 0, 0]
 
 
+def test_a_tier_that_holds_no_context_is_not_helpful() -> None:
+    small = plan(
+        "llama-3.1-70b", contexts=[131_072], dram_capacity="16GiB", demand=Demand(requests_per_hour=100, hit_rate=0.5)
+    )
+    assert [verdict.why for verdict in small.verdicts] == [WhyHelps.TOO_SMALL, WhyHelps.FASTER, WhyHelps.FASTER]
+    assert small.verdicts[0].reason == "it holds 16 GiB, and one context of 131,072 tokens takes 40 GiB"
+    assert small.savings[0].gpu_hours == 0 < small.savings[1].gpu_hours
+
+
 def test_a_tier_with_too_little_speed_helps_in_part() -> None:
     found = plan("llama-3.1-70b", contexts=[131_072], demand=Demand(requests_per_hour=1000, hit_rate=0.9))
     nvme = found.verdicts[1]

@@ -9,6 +9,7 @@ import msgspec
 
 from kvtide.block import Kind
 from kvtide.errors import ConfigError
+from kvtide.formatting import size
 from kvtide.sizing.arithmetic import Host, StorageTier
 
 __all__ = ["Demand", "Saving", "TierVerdict", "WhyHelps", "judge", "saving"]
@@ -60,6 +61,7 @@ class WhyHelps(enum.StrEnum):
     FASTER = "faster"
     NO_REUSE = "no reuse"
     FITS_IN_GPU = "fits in GPU memory"
+    TOO_SMALL = "too small"
     SLOWER = "slower than computing"
     LITTLE = "saves little"
     LIMITED = "faster, for a part"
@@ -118,6 +120,12 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
             WhyHelps.FITS_IN_GPU,
             f"GPU memory holds {host.fit_in_gpu(tokens):,} contexts of {tokens:,} tokens, and there are "
             f"{demand.users:,}: the engine's own prefix cache finds them, unless it restarts",
+        )
+    if host.fit(tokens, tier) == 0:
+        return no(
+            WhyHelps.TOO_SMALL,
+            f"it holds {size(tier.capacity or 0)}, and one context of {tokens:,} tokens takes "
+            f"{size(host.stored(tokens))}",
         )
     if load >= compute:
         even = host.break_even(tier)
@@ -194,7 +202,8 @@ def _late(host: Host, tier: StorageTier, tokens: int, demand: Demand, target: fl
 def saving(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> Saving:
     """What the tier saves in an hour of ``demand``: GPU time, at the given prices."""
     compute, load = host.compute(tokens), host.load(tokens, tier)
-    loads = _loads(demand) * 3600 if load < compute and not _refused(host) else 0.0
+    found = load < compute and host.fit(tokens, tier) != 0 and not _refused(host)
+    loads = _loads(demand) * 3600 if found else 0.0
     hours = min(loads, 3600 / load) * compute * host.gpus / 3600
     price = {"dram": demand.dram_price, "nvme": demand.nvme_price}.get(tier.name)
     return Saving(
