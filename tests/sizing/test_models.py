@@ -96,6 +96,29 @@ def test_a_published_config_may_leave_out_the_defaults_of_transformers() -> None
     assert shape.parameters / 1e9 == pytest.approx(3.9, rel=0.02)  # arXiv 2503.19786: 675M and 3,209M
 
 
+@pytest.mark.parametrize(("experts", "step", "billions"), [(16, 1, 109), (128, 2, 400)])
+def test_llama_4_has_experts_in_some_layers_and_one_that_all_tokens_use(experts: int, step: int, billions: int) -> None:
+    """Scout and Maverick: 17 billion parameters are active in both, says Meta; 2.07 of them are embedding and output
+    layer. The parameters of their vision are not in these sums."""
+    text = {
+        "model_type": "llama4_text",
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384,
+        "interleave_moe_layer_step": step,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 202_048,
+    }
+    shape = shape_from({"text_config": text}, "llama-4", "config")
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.015)
+    assert shape.multiplied / 1e9 == pytest.approx(17 - 2.07, rel=0.06)
+
+
 def test_a_model_with_states_may_have_its_text_in_a_part() -> None:
     config = MODELS["qwen3-next-80b-a3b"][1]
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12

@@ -341,7 +341,9 @@ def _parameters(config: Mapping[str, Any]) -> tuple[float, float]:
     dense = layers
     if experts:
         dense = int(config.get("first_k_dense_replace") or 0) + len(config.get("mlp_only_layers") or ())
-    of_dense = dense * 3 * hidden * int(config.get("intermediate_size") or 0)
+    if (step := config.get("interleave_moe_layer_step")) is not None:  # Llama 4: every so many layers have experts
+        dense, shared = layers - layers // int(step), width
+    of_dense = dense * 3 * hidden * int(config.get("intermediate_size_mlp") or config.get("intermediate_size") or 0)
     always = attention + of_dense + (layers - dense) * (3 * hidden * shared + hidden * experts)
     expert = (layers - dense) * 3 * hidden * width
     embedding = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
