@@ -112,6 +112,15 @@ def test_a_help_can_be_read_and_copied_from_80_columns(words: tuple[str, ...]) -
     assert not re.search(r"<bool>|<str>|<path>|list\[", shown.partition("─ Options ")[2])
 
 
+@pytest.mark.parametrize(("command", "wrong"), [("node", "--idle-seconds"), ("serve missing", "--port")])
+def test_the_time_of_a_stop_is_given_alike_to_all_who_serve(command: str, wrong: str) -> None:
+    """It is understood, and so the error is about the option after it."""
+    words = [*command.split(), "--stop-seconds", "1min", wrong, "nonsense"]
+    result = CliRunner().invoke(cli.app, words, env={"COLUMNS": "120"})
+    assert result.exit_code == 2
+    assert f"Invalid value for '{wrong}'" in result.output
+
+
 def test_a_default_that_is_shown_in_words_is_the_default() -> None:
     shown = {}
     for name in cli.COMMANDS:
