@@ -156,7 +156,7 @@ def _nvme(found: Found) -> list[str]:
         "![First token from NVMe against computing](plots/first-token-nvme.svg)",
         "",
         "- Limit: computing from the front and loading from the back, each measured alone, have all tokens together "
-        f"after {_seconds(met.ours)}. It is no hard limit, because the disk's speed changes: loading alone took "
+        f"after {_seconds(met.ours)}. A run can be quicker, because the disk's speed changes: loading alone took "
         f"{_seconds(load.spread[0])} to {_seconds(load.spread[1])}.",
         f"- The first request on a new store took {_seconds(first.ours)}.",
         f"- Only {ours.rounds} rounds, on an NVIDIA H200 ({ours.machine}): `{ours.command}`.",

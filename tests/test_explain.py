@@ -126,6 +126,12 @@ def test_hits_and_blocks_that_were_never_seen(opened: Opener) -> None:
         assert session.explain([]).blocks == ()
 
 
+def test_of_a_prompt_without_a_whole_block_it_says_that_nothing_is_stored(opened: Opener) -> None:
+    with opened().host.session(MODEL) as session:
+        found = session.explain(prompt(1)[:3])
+    assert (found.blocks, found.advice()) == ((), "Only whole blocks of 16 tokens are stored: nothing of this prompt.")
+
+
 def test_evicted_from_dram_for_a_block_of_the_same_tenant(opened: Opener) -> None:
     world = opened(dram={"policy": "lru"})
     with world.host.session(MODEL) as session:

@@ -241,6 +241,11 @@ def test_what_is_no_log_is_not_one_that_was_changed(tmp_path: Path, run: Callabl
     assert run("audit", "verify", str(tmp_path)) == (2, f"{tmp_path} cannot be read as a log: Is a directory")
 
 
+def test_without_a_log_verifying_asks_for_one(run: Callable[..., tuple[int, str]]) -> None:
+    code, said = run("audit", "verify", KVTIDE_SECURITY_KEY_FILE="", KVTIDE_SECURITY_KEY_SOURCE="")
+    assert (code, said.partition(":")[0]) == (2, "no audit log is set")
+
+
 def test_rotation_by_command(tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:
     with kvtide.open(**settings(tmp_path)) as home:
         store(home, OTHER)

@@ -54,6 +54,15 @@ node --stop-seconds nan
 node --stop-seconds 1e20
 node --idle-seconds -1
 node --idle-seconds inf
+node --socket https://host:9410
+cluster missing.sock
+cluster folder
+cluster https://host:9410
+cluster missing.sock --every 0
+cluster missing.sock --config missing.toml
+drain missing.sock
+drain folder
+drain https://host:9410
 stop missing.sock
 stop folder
 stop file
@@ -169,6 +178,8 @@ plan llama-3.1-8b --matmul 0
 plan llama-3.1-8b --attention -1
 plan llama-3.1-8b --gpu-price -1
 plan llama-3.1-8b --prefill-cost nonsense
+plan llama-3.1-8b --prefill-cost 1e-5,-1
+plan llama-3.1-8b --prefill-cost 1e-5,nan
 plan llama-3.1-8b --prefill-tokens-per-second 0
 plan llama-3.1-8b --block-tokens 0
 plan llama-3.1-8b --measure --disk missing
@@ -176,6 +187,7 @@ plan llama-3.1-8b --trace missing --hit-rate 0.5
 plan llama-3.1-8b --trace trace.jsonl
 plan llama-3.1-8b --plot folder
 plan llama-3.1-8b --kv-cache-dtype nonsense
+replay
 replay missing
 replay folder
 replay file

@@ -212,7 +212,7 @@ def test_of_a_window_only_its_last_blocks_count(tmp_path: Path) -> None:
         (
             {"layer_types": ["sliding_attention"] * 4},
             [],
-            "does not contain the model's shape (KeyError('sliding_window'))",
+            "does not contain the model's shape: it has no sliding_window",
         ),
         ({"kv_lora_rank": 512}, [], "does not contain the model's shape"),
         ({}, ["--kv-cache-dtype", "nvfp4"], "nvfp4"),

@@ -70,15 +70,11 @@ def test_a_picture_has_a_line_for_each_tier_and_the_break_even(tmp_path: Path) -
     assert done.exit_code == 0, done.output
     drawn = picture.read_text()
     assert "<svg" in drawn
-    for words in (
-        "computed",
-        "GPU memory",
-        "dram",
-        "nvme and computing",
-        "network",
-        "nvme: quicker from 100,096 tokens",
-    ):
+    for words in ("computed", "GPU memory", "dram", "network", "nvme: quicker from 100,096 tokens"):
         assert words in drawn, words
+    assert "and computing" not in drawn, "vLLM does not compute one part while it loads the other"
+    run("llama-3.1-8b", "--nvme-speed", "2GB", "--plot", str(picture), "--engine", "transformers")
+    assert "nvme and computing" in picture.read_text()
 
 
 def test_a_trace_gives_the_bytes_to_buy(trace: Path) -> None:
@@ -105,6 +101,7 @@ def test_this_host_is_measured_if_asked() -> None:
         (["llama-3.1-8b", "--gpu", "h300"], ConfigError, "did you mean h"),
         (["llama-3.1-8b", "--context", "8k,long"], ConfigError, "'long' is no number of tokens"),
         (["llama-3.1-8b", "--trace", "t.jsonl"], ConfigError, "--trace needs the hit rate"),
+        (["llama-3.1-8b", "--gpu-price", "3"], ConfigError, "--gpu-price has no effect without --requests-per-hour"),
         (["llama-3.1-8b", "--disk", "/"], ConfigError, "--disk has no effect without --measure"),
         (["llama-3.1-8b", "--measure", "--disk", "/nowhere"], ConfigError, "there is no folder"),
         (["llama-3.1-8b", "--prefill-cost", "1"], ConfigError, "give two numbers"),

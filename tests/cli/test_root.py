@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvtide import cli
+from kvtide.units import parse_duration
 
 HEAVY = ["numpy", "msgspec", "rich", "asyncio", "torch", "matplotlib", "transformers"]
 
@@ -83,6 +86,51 @@ def test_only_the_width_of_the_terminal_breaks_the_lines_of_a_help() -> None:
     start = shown.index("The recording is replayed with the settings in force and with changed ones:")
     assert shown[start + 1].startswith("larger tiers, a first disk, other policies, no limits.")
     assert "kvtide doctor node /run/kvtide/kvtide.sock" in shown
+
+
+def commands() -> dict[tuple[str, ...], str]:
+    """Every command and subcommand, with what its source says of it."""
+    found: dict[tuple[str, ...], str] = {}
+    for name in cli.COMMANDS:
+        command = typer.main.get_command(import_module(f"kvtide.cli.{name}").app)
+        found[(name,)] = inspect.cleandoc(command.help or "")
+        for word, below in getattr(command, "commands", {}).items():
+            found[(name, word)] = inspect.cleandoc(below.help or "")
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_help_can_be_read_and_copied_from_80_columns(words: tuple[str, ...]) -> None:
+    """Examples are indented, and no line of them is broken. No Python type is shown, and for an option without a value
+    none at all."""
+    shown = kvtide(*words, "--help")
+    lines = [line.rstrip() for line in shown.splitlines()]
+    for line in commands()[words].splitlines():
+        if line.startswith("    "):
+            plain = line.replace("[bold]", "").replace("[/bold]", "").replace("\\[", "[")
+            assert f" {plain}" in lines
+    assert not re.search(r"<bool>|<str>|<path>|list\[", shown.partition("─ Options ")[2])
+
+
+@pytest.mark.parametrize(("command", "wrong"), [("node", "--idle-seconds"), ("serve missing", "--port")])
+def test_the_time_of_a_stop_is_given_alike_to_all_who_serve(command: str, wrong: str) -> None:
+    """It is understood, and so the error is about the option after it."""
+    words = [*command.split(), "--stop-seconds", "1min", wrong, "nonsense"]
+    result = CliRunner().invoke(cli.app, words, env={"COLUMNS": "120"})
+    assert result.exit_code == 2
+    assert f"Invalid value for '{wrong}'" in result.output
+
+
+def test_a_default_that_is_shown_in_words_is_the_default() -> None:
+    shown = {}
+    for name in cli.COMMANDS:
+        command = typer.main.get_command(import_module(f"kvtide.cli.{name}").app)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            for option in one.params:
+                if isinstance(getattr(option, "show_default", None), str):
+                    shown[f"{name} {one.name} {option.name}"] = (parse_duration(option.show_default), option.default)
+    assert len(shown) >= 3
+    assert {where: said for where, (said, true) in shown.items() if said != true} == {}
 
 
 @pytest.mark.parametrize(

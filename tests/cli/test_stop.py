@@ -165,8 +165,9 @@ def test_only_who_may_signal_the_node_may_stop_it(tmp_path: Path, monkeypatch: p
 
 
 def test_a_detached_node_says_what_it_serves_and_that_it_ends_when_idle(tmp_path: Path) -> None:
+    """Its socket may be given with ``unix:``, as other commands are given it."""
     path = tmp_path / "node.sock"
-    arguments = ["node", "--socket", str(path), "--detach", "--idle-seconds", "5min"]
+    arguments = ["node", "--socket", f"unix:{path}", "--detach", "--idle-seconds", "5min"]
     said = tmp_path / "said"
     with said.open("w") as output:  # a pipe would stay open as long as the node has it
         environment = {**os.environ, "KVTIDE_DRAM_BUDGET": "8MiB"}

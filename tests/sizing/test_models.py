@@ -10,7 +10,7 @@ import pytest
 from kvtide.block import Kind
 from kvtide.doctor.model import nbytes
 from kvtide.errors import LayoutError
-from kvtide.sizing.models import MODELS, shape_of
+from kvtide.sizing.models import MODELS, shape_from, shape_of
 
 PUBLISHED = {
     "llama-3.1-8b": (8.03, None),  # the model's page on the hub
@@ -85,6 +85,64 @@ def test_an_unknown_model_names_the_nearest(tmp_path: Path, monkeypatch: pytest.
         shape_of("somebody/something-else")
 
 
+def test_a_published_config_may_leave_out_the_defaults_of_transformers() -> None:
+    """google/gemma-3-4b-it: its text has 34 layers, and 8 heads, 4 KV heads and 256 dimensions that it does not say."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    shape = shape_from({"text_config": {**text, "sliding_window": 1024}, "torch_dtype": "bfloat16"}, "4b", "config")
+    assert {g.kind: (g.layers, g.heads, g.head_dim) for g in shape.layout.groups} == {
+        Kind.FULL: (5, 4, 256),
+        Kind.WINDOW: (29, 4, 256),
+    }
+    assert shape.parameters / 1e9 == pytest.approx(3.9, rel=0.02)  # arXiv 2503.19786: 675M and 3,209M
+
+
+@pytest.mark.parametrize(("experts", "step", "billions"), [(16, 1, 109), (128, 2, 400)])
+def test_llama_4_has_experts_in_some_layers_and_one_that_all_tokens_use(experts: int, step: int, billions: int) -> None:
+    """Scout and Maverick: 17 billion parameters are active in both, says Meta; 2.07 of them are embedding and output
+    layer. The parameters of their vision are not in these sums."""
+    text = {
+        "model_type": "llama4_text",
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384,
+        "interleave_moe_layer_step": step,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 202_048,
+    }
+    shape = shape_from({"text_config": text}, "llama-4", "config")
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.015)
+    assert shape.multiplied / 1e9 == pytest.approx(17 - 2.07, rel=0.06)
+
+
+def test_a_model_with_states_may_have_its_text_in_a_part() -> None:
+    config = MODELS["qwen3-next-80b-a3b"][1]
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12
+    nested = shape_from({"text_config": {**config, "layer_types": kinds}}, "nested", "config")
+    assert nested.layout == shape_of("qwen3-next-80b-a3b").layout
+
+
+@pytest.mark.parametrize(
+    ("quantized", "bits"),
+    [
+        (None, 16),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+    ],
+)
+def test_quantized_weights_have_the_bits_that_the_config_says(quantized: object, bits: float) -> None:
+    shape = shape_from({**MODELS["qwen3-8b"][1], "quantization_config": quantized}, "q", "config")
+    assert shape.weight_bytes == bits / 8
+
+
 NO_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64, "vocab_size": 9}
 
 
@@ -93,5 +151,6 @@ NO_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64,
 )
 def test_a_config_without_a_shape_is_refused(tmp_path: Path, config: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LayoutError, match="does not contain the model's shape"):
+    with pytest.raises(LayoutError, match="does not contain the model's shape") as refused:
         shape_of(str(tmp_path))
+    assert "Error" not in str(refused.value)

@@ -7,6 +7,7 @@ completion and errors in what was typed are fast.
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from difflib import get_close_matches
@@ -27,7 +28,7 @@ COMMANDS = {
     "stop": "Stop the node at a socket, and wait until it has ended.",
     "status": "Watch a node: its tiers, hits, queues, evictions and clients, until Ctrl-C.",
     "cluster": "Show the nodes of a cluster, how fast they read from each other, and which of them have a prompt.",
-    "drain": "Let a node leave its cluster, and write what is hot to shared storage, before it is stopped.",
+    "drain": "Let a node leave its cluster, and write its blocks to shared storage, before it is stopped.",
     "explain": "Say why each block of a prompt is a hit or a miss at a node, and what to do about the first miss.",
     "config": "Show the settings in force: defaults, overridden by the file, overridden by the environment.",
     "doctor": "Check a deployment, running or planned, and say what to change.",
@@ -57,7 +58,7 @@ class _Commands(TyperGroup):
             return None
         command = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
         command.name = cmd_name  # a command with subcommands has no name of its own, and help would omit it
-        _join_lines(command)
+        _prepare_help(ctx, command)
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -87,14 +88,28 @@ class _Commands(TyperGroup):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-def _join_lines(command: Any) -> None:
+def _prepare_help(ctx: Any, command: Any) -> None:
     """Make each paragraph of a command's help one line, to be broken at the terminal's width. Otherwise the help would
-    have the line breaks of the source too. Examples, which are indented, stay as they are."""
+    have the line breaks of the source too. Examples, which are indented, stay as they are.
+
+    What follows an option is TEXT, or PATH, and nothing follows one without a value: typer would show Python's types,
+    and ``<bool>`` as if ``--once`` had a value.
+    """
     paragraphs = cleandoc(command.help or "").split("\n\n")
-    whole = [text if text.startswith(" ") else text.replace("\n", " ") for text in paragraphs]
+    # typer removes the indentation that all lines but the first have: that of examples which no text follows
+    whole = [
+        re.sub(r"^( +)\[bold\]", r"[bold]\1", text, flags=re.MULTILINE)
+        if text.startswith(" ")
+        else text.replace("\n", " ")
+        for text in paragraphs
+    ]
     command.help = "\n\n".join(whole)
+    for option in command.get_params(ctx):
+        if option.param_type_name == "option" and option.metavar is None:
+            path = getattr(getattr(option, "type_descriptor", None), "is_path", False)
+            option.metavar = "" if option.is_flag else "PATH" if path else "TEXT"
     for subcommand in getattr(command, "commands", {}).values():
-        _join_lines(subcommand)
+        _prepare_help(ctx, subcommand)
 
 
 def _suggest_option(error: Any) -> None:
@@ -128,7 +143,11 @@ def kvtide(
 ) -> None:
     """Keep the KV cache instead of recomputing it.
 
-    Start with the settings in force here, and where each comes from:
+    What it would gain with a model and a GPU, before anything is installed there:
+
+        kvtide plan llama-3.1-8b --gpu h100
+
+    The settings in force here, and where each comes from:
 
         kvtide config --explain
 

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-__all__ = ["ConfigFile", "choice", "number", "seconds", "size", "whole"]
+__all__ = ["ConfigFile", "choice", "number", "seconds", "size", "socket_of", "whole"]
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -46,6 +46,19 @@ def size(text: int | str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def socket_of(address: str, elsewhere: str) -> Path:
+    """The socket of a node that an argument names, with or without ``unix:``. Raises ConfigError for an address over
+    HTTP, with what to do ``elsewhere``: on the host of that node."""
+    from kvtide.errors import ConfigError
+
+    if "://" in address:
+        raise ConfigError(f"{address} is no socket; {elsewhere}")
+    path = Path(address.removeprefix("unix:"))
+    if not path.name:
+        raise ConfigError(f"{address!r} is no socket: name the node's, kvtide.sock say")
+    return path
 
 
 def choice(known: type[E]) -> Callable[[E | str], E]:

@@ -47,5 +47,8 @@ def log_of(settings: Security) -> Audit:
 
     found = audit_of(settings)
     if found is None:
-        raise ConfigError("this must be written down: set security.audit, or security.key_file, and it is beside that")
+        raise ConfigError(
+            "this must be written down in the audit log, and none is set: set security.audit to a file's path, or "
+            "security.key_file, beside which the log is then"
+        )
     return found

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtide.cli._options import ConfigFile
-from kvtide.cli._tenant import log_of
-from kvtide.errors import AuditError
+from kvtide.errors import AuditError, ConfigError
 
 __all__ = ["app"]
 
@@ -32,9 +31,14 @@ def verify(
     all is well, and 1 if not.
     """
     from kvtide import config as configuration
+    from kvtide.security.audit import audit_of
     from kvtide.security.audit import verify as check
 
-    path = log or log_of(configuration.read(file).security).path
+    path = log
+    if path is None:
+        if (found_log := audit_of(configuration.read(file).security)) is None:
+            raise ConfigError("no audit log is set: name its file, or give the node's settings with --config FILE")
+        path = found_log.path
     try:
         found = check(path)
     except OSError as e:

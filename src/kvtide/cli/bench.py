@@ -70,7 +70,7 @@ def store(
     have configured is not opened. An object store or Valkey is measured only if you name it as an argument, and then in
     a folder of its own: KVTIDE_OBJECTS_URL=s3://bucket/folder, KVTIDE_VALKEY_URL=valkey://host.
 
-    Example: kvtide bench store --quick --path /nvme
+        [bold]kvtide bench store --quick --path /nvme[/bold]
     """
     from kvtide.benchmarks import run
 
@@ -88,7 +88,7 @@ def gpu(
     Scattered pages are copied to the arena and back, compared with the bus itself. The first token is that of a long
     prompt that was seen before.
 
-    Example: kvtide bench gpu --quick
+        [bold]kvtide bench gpu --quick[/bold]
     """
     try:
         from kvtide.benchmarks.gpu import gpu as measure
@@ -104,7 +104,9 @@ def codec(
 ) -> None:
     """Smaller KV: bytes, speed and error of every lossy form, and of the lossless codec, on a real model's KV.
 
-    Example: kvtide bench codec --quick
+    In under two minutes:
+
+        [bold]kvtide bench codec --quick[/bold]
     """
     try:
         from kvtide.benchmarks.codec import codec as measure
@@ -136,7 +138,7 @@ def overlap(
     It is compared with computing and loading it alone, and with the time at which the curves of the two meet. On a GPU
     with the shape of Llama-3-8B, else a small model.
 
-    Example: kvtide bench overlap --path /nvme --json overlap.json
+        [bold]kvtide bench overlap --path /nvme --json overlap.json[/bold]
     """
     try:
         from kvtide.benchmarks.overlap import overlap as measure

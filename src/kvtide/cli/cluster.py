@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtide.cli._cluster_matrix import MatrixCell, matrix_lines
-from kvtide.cli._options import ConfigFile, seconds
+from kvtide.cli._options import ConfigFile, seconds, socket_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,7 +46,8 @@ def cluster(
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
     every: Annotated[
-        float, typer.Option(metavar="TIME", parser=seconds, help="Time between frames, at least 100ms.")
+        float,
+        typer.Option(metavar="TIME", parser=seconds, show_default="1s", help="Time between frames, at least 100ms."),
     ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print it once as JSON, for programs.")] = False,
     file: ConfigFile = None,
@@ -66,7 +67,7 @@ def cluster(
 
     if every < 0.1:
         raise ConfigError(f"--every is {every:g} s; it must be at least 100ms")
-    path = Path(address.removeprefix("unix:"))
+    path = socket_of(address, "run kvtide cluster on a host of the cluster, with the socket of the node there")
     with (
         contextlib.suppress(KeyboardInterrupt),
         closing(_Directory(configuration.read(file))) as directory,

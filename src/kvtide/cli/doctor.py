@@ -28,7 +28,7 @@ _Time = Annotated[
         "--time",
         metavar="TIME",
         parser=seconds,
-        show_default="2min",
+        show_default="1min",
         help="How long the replays of recorded requests may take together, about.",
     ),
 ]

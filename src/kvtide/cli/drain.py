@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvtide.cli._options import socket_of
 
 if TYPE_CHECKING:
     from kvtide.node.client.client import Client
@@ -23,23 +24,25 @@ _AGAIN = "kvtide drain tries again; kvtide drain --resume makes the node a membe
 
 @app.command()
 def drain(
-    address: Annotated[str, typer.Argument(help="Where the node listens: its socket.")] = "kvtide.sock",
+    address: Annotated[
+        str, typer.Argument(help="Where the node listens: its socket, with or without unix:.")
+    ] = "kvtide.sock",
     resume: Annotated[
         bool, typer.Option("--resume", help="Undo it, also after its end: the node is a member of its cluster again.")
     ] = False,
 ) -> None:
-    """Let a node leave its cluster, and write what is hot to shared storage, before it is stopped.
+    """Let a node leave its cluster, and write its blocks to shared storage, before it is stopped.
 
     Other nodes find it no more. It goes on serving its clients, and what other nodes are reading. The blocks in its
-    memory that are in no shared storage are written there, the hottest first. Ctrl-C ends that, and the node is a
-    member again; after the end of this command, stop the node with kvtide stop. A node that was given more blocks
-    since, or could not write all, may be drained again.
+    memory that are in no shared storage are written there, those most likely to be used again first. Ctrl-C ends
+    that, and the node is a member again; after the end of this command, stop the node with kvtide stop. A node that
+    was given more blocks since, or could not write all, may be drained again.
     """
     from kvtide.errors import ConfigError, TierError
     from kvtide.node.client.client import Client
     from kvtide.node.client.link import NodeUnavailable
 
-    path = Path(address.removeprefix("unix:"))
+    path = socket_of(address, "a node on another host is drained there: kvtide drain SOCKET")
     with Client(path) as client:
         try:
             try:

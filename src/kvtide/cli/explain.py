@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtide.cli._options import number
+from kvtide.cli._options import number, socket_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +68,9 @@ def explain(
     given = [name for name, value in (("tokens", tokens), ("text", text), ("request", request)) if value is not None]
     if len(given) != 1 or (text is not None) != (tokenizer is not None):
         raise ConfigError("give one of --tokens FILE, --text FILE with --tokenizer FOLDER, and --request ID")
-    if "://" in node:
-        raise ConfigError(f"{node} is no socket: run kvtide explain on the node's own host")
+    path = socket_of(node, "run kvtide explain on the node's own host")
     tenant = _tenant(secret)
-    with Client(Path(node.removeprefix("unix:"))) as client:
+    with Client(path) as client:
         models = _models(client, tenant, model)
         if request is not None:
             found = _past(client, models, tenant, "" if request == "last" else request)

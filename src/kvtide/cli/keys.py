@@ -38,7 +38,9 @@ def _settings(file: Path | None) -> Security:
 def make() -> None:
     """Print a new key for security.key_source: 64 hexadecimal digits. It is not saved anywhere.
 
-    [bold](umask 077; kvtide keys make > /etc/kvtide/key)[/bold]
+    To keep it in a file that no other user can read:
+
+        [bold](umask 077; kvtide keys make > /etc/kvtide/key)[/bold]
     """
     typer.echo(secrets.token_hex(32))
 

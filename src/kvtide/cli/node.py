@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtide.cli._options import ConfigFile, seconds
+from kvtide.cli._options import ConfigFile, seconds, socket_of
 from kvtide.version import __version__
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 @app.command()
 def node(
-    socket: Annotated[Path, typer.Option(help="Where clients find it: kvtide.connect('unix:SOCKET').")] = Path(
-        "kvtide.sock"
-    ),
+    address: Annotated[
+        str, typer.Option("--socket", metavar="SOCKET", help="Where clients find it: kvtide.connect('unix:SOCKET').")
+    ] = "kvtide.sock",
     file: ConfigFile = None,
     http: Annotated[
         str | None,
@@ -88,6 +88,7 @@ def node(
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    socket = socket_of(address, "a node serves its own host at a socket, and others with --http")
     options = {"node.http": http, "record.path": record, "record.limit": record_limit}
     settings = configuration.read(file, overrides={name: v for name, v in options.items() if v is not None})
     bind(settings.node.cpus, unbind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,10 @@ def plan(
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(help="vllm or transformers: which part of the GPU's speed is reached when prompts are computed."),
+        typer.Option(
+            help="vllm or transformers: which part of the GPU's speed is reached when prompts are computed, and "
+            "whether one part of a prompt can be computed while the other is loaded."
+        ),
     ] = "vllm",
     matmul: Annotated[
         float | None,
@@ -187,6 +191,9 @@ def _check(given: dict[str, Any]) -> None:
         raise ConfigError("--disk has no effect without --measure")
     if given["disk"] is not None and not given["disk"].is_dir():
         raise ConfigError(f"there is no folder {given['disk']}")
+    prices = [name for name in ("gpu_price", "dram_price", "nvme_price") if given[name] is not None]
+    if prices and given["requests_per_hour"] is None:
+        raise ConfigError(f"--{prices[0].replace('_', '-')} has no effect without --requests-per-hour")
     if given["prefill"] is not None and given["prefill_cost"] is not None:
         raise ConfigError("--prefill-tokens-per-second and --prefill-cost both say how fast computing is: give one")
     if (plot := given["plot"]) is not None and not plot.parent.is_dir():
@@ -216,6 +223,8 @@ def _cost(given: dict[str, Any]) -> Prefill | None:
         raise ConfigError(f"--prefill-cost is {text!r}; give two numbers of seconds: 28e-6,9.6e-10, say") from None
     if not a > 0:
         raise ConfigError(f"--prefill-cost is {text!r}; the first number, seconds a token, must be above 0")
+    if not 0 <= b < math.inf:
+        raise ConfigError(f"--prefill-cost is {text!r}; the second number must be 0 or more")
     return PrefillCost(a, b)
 
 
@@ -333,18 +342,18 @@ def _show(out: Console, found: SizingPlan) -> None:
         "tier",
         "loads at",
         "quicker at",
-        "both at once",
+        *(["both at once"] if found.assumptions.overlaps else []),
         "prompts/s",
         "decode tok/s",
     )
-    each.add_row("GPU memory", "", "", "", "", f"{longest.decode_tokens_per_second:.3g}")
+    each.add_row("GPU memory", *[""] * (len(each.columns) - 2), f"{longest.decode_tokens_per_second:.3g}")
     for tier in found.tiers:
         at_longest = longest.tiers[tier.name]
         each.add_row(
             tier.name,
             _speed(longest.kv_bytes / at_longest.load),
             _from(tier.break_even, found.block_tokens),
-            seconds(at_longest.both),
+            *([seconds(at_longest.both)] if found.assumptions.overlaps else []),
             f"{at_longest.loads_per_second:.3g}",
             f"{at_longest.decode_tokens_per_second:.3g}",
         )

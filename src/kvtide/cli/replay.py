@@ -41,7 +41,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given: list[str] = []
-        for argument, following in zip(args, [*args[1:], ""], strict=True):
+        for argument, following in zip(args, [*args, ""][1:], strict=True):
             given.append(argument)
             if argument == "--sweep" and (not _LIST.fullmatch(following) or Path(following).is_file()):
                 given.append(_SIZES)
@@ -359,11 +359,13 @@ def replay(
 
     How much DRAM is worth buying for this model, as a table and a picture:
 
-        [bold]kvtide replay trace.jsonl.gz --sweep --model /models/llama --plot sizes.svg[/bold]
+        [bold]kvtide replay trace.jsonl.gz --sweep \\
+          --model /models/llama --plot sizes.svg[/bold]
 
     The hit rates of these tiers, and of other policies:
 
-        [bold]kvtide replay trace.jsonl.gz --model /models/llama --dram 64GiB --nvme 1TiB[/bold]
+        [bold]kvtide replay trace.jsonl.gz --model /models/llama \\
+          --dram 64GiB --nvme 1TiB[/bold]
 
     Without a model, as a percentage of the trace's different blocks:
 
@@ -371,7 +373,8 @@ def replay(
 
     Sizes of your own, 128 KiB of KV for each token, blocks of 16 tokens:
 
-        [bold]kvtide replay trace.jsonl.gz --sweep 8GiB,64GiB,512GiB --block-tokens 16 --block 2MiB[/bold]
+        [bold]kvtide replay trace.jsonl.gz --sweep 8GiB,64GiB,512GiB \\
+          --block-tokens 16 --block 2MiB[/bold]
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 import kvtide
-from kvtide.cli._options import ConfigFile, choice, whole
+from kvtide.cli._options import ConfigFile, choice, seconds, whole
 from kvtide.errors import ConfigError
 
 __all__ = ["app"]
@@ -48,7 +49,7 @@ def serve(
         typer.Option(
             metavar="DTYPE",
             parser=choice(Dtype),
-            help=f"Of weights and KV: {', '.join(Dtype)} (as the model was saved).",
+            help=f"Of weights and KV: {', '.join(Dtype)}. auto: as the model was saved.",
         ),
     ] = Dtype.auto,
     limit: Annotated[
@@ -71,8 +72,9 @@ def serve(
         ),
     ] = None,
     stop_seconds: Annotated[
-        int, typer.Option(metavar="N", parser=whole(1), help="Seconds that a stop waits for answers.")
-    ] = 30,
+        float,
+        typer.Option(metavar="TIME", parser=seconds, show_default="30s", help="How long a stop waits for answers."),
+    ] = 30.0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log requests of clients.")] = False,
 ) -> None:
     """Serve a Hugging Face model with OpenAI's interface; a known beginning of a prompt is not computed again.
@@ -81,8 +83,9 @@ def serve(
 
     Then, with any client of that interface:
 
-        [bold]curl 127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'
-        -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
+        [bold]curl 127.0.0.1:8000/v1/chat/completions \\
+          -H 'Content-Type: application/json' \\
+          -d '{"messages": \\[{"role": "user", "content": "Hello!"}]}'[/bold]
     """
     _check(api_key, store, file)
     from rich.console import Console
@@ -111,7 +114,7 @@ def serve(
             limit=limit,
             api_key=api_key.strip() if api_key else api_key,
             hosts=[host, *(allow_hosts or [])],
-            stop_seconds=stop_seconds,
+            stop_seconds=max(1, math.ceil(stop_seconds)),
             ready=lambda: console.print(
                 f"serving {loaded.name} ({about}) at http://{place}:{at.getsockname()[1]}/v1", markup=False
             ),

@@ -15,7 +15,8 @@ from typing import Annotated
 
 import typer
 
-from kvtide.errors import AccessError, ConfigError, TierError
+from kvtide.cli._options import socket_of
+from kvtide.errors import AccessError, TierError
 
 __all__ = ["app"]
 
@@ -44,11 +45,7 @@ def stop(
 
     A node that systemd or Kubernetes runs is started again by them: stop it there.
     """
-    if "://" in address:
-        raise ConfigError(f"{address} is no socket; a node on another host is stopped there: kvtide stop SOCKET")
-    path = Path(address.removeprefix("unix:"))
-    if not path.name:
-        raise ConfigError(f"{address!r} is no socket: name the node's, kvtide.sock say")
+    path = socket_of(address, "a node on another host is stopped there: kvtide stop SOCKET")
     if not path.exists() and _wait_for_the_end(path):
         typer.echo(f"the node at {path} has ended")
         return

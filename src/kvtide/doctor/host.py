@@ -129,7 +129,7 @@ def _descriptors(config: Config) -> Finding:
 
 def _pinned(config: Config) -> Finding:
     if not has_gpu():
-        return ok("pinned memory", "no NVIDIA GPU here: copies are the processor's, and nothing is pinned")
+        return ok("pinned memory", "no NVIDIA GPU here: blocks are copied by the CPU, and no memory is pinned")
     most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if most != resource.RLIM_INFINITY and most < config.dram.budget:
         return warning(

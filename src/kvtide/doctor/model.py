@@ -18,7 +18,7 @@ from kvtide.errors import KvtideError, LayoutError
 from kvtide.formatting import size
 from kvtide.index.weights_identity import SHARDS, identify
 
-__all__ = ["check", "config_of", "folder_of", "layout_from", "layout_of", "nbytes"]
+__all__ = ["check", "config_of", "folder_of", "layout_from", "layout_of", "nbytes", "text_of", "without_shape"]
 
 _ALIKE = {"half": "float16", "float": "float32"}
 _BYTES = {
@@ -31,6 +31,16 @@ _BYTES = {
 _KINDS = {"full_attention": Kind.FULL, "sliding_attention": Kind.WINDOW, "chunked_attention": Kind.WINDOW}
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Models whose config.json may leave out which layers have a window: every so many layers, the last one has none."""
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "tie_word_embeddings": True,
+    }
+}
+"""What a published config.json may leave out, because it is the default of transformers."""
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "layers_block_type", "hybrid_override_pattern")
 """Keys in the configurations of models with state layers, where they do not list their layers."""
 
@@ -76,11 +86,18 @@ def layout_from(whole: Mapping[str, Any], where: str, dtype: str = "auto", kv_dt
     except LayoutError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise LayoutError(f"{where} does not contain the model's shape ({e!r})") from e
+        raise without_shape(where, e) from e
+
+
+def without_shape(where: str, error: Exception) -> LayoutError:
+    """The error for a configuration that lacks something, or has something of another kind."""
+    if isinstance(error, KeyError):
+        return LayoutError(f"{where} does not contain the model's shape: it has no {error.args[0]}")
+    return LayoutError(f"{where} does not contain the model's shape: a value in it is not of the kind it should be")
 
 
 def _layout(whole: Mapping[str, Any], dtype: str, kv_dtype: str) -> Layout:
-    config = whole.get("text_config") or whole
+    config = text_of(whole)
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     if whole.get("is_encoder_decoder"):
         raise LayoutError("an encoder with a decoder: a prefix has no KV of its own")
@@ -100,6 +117,13 @@ def _layout(whole: Mapping[str, Any], dtype: str, kv_dtype: str) -> Layout:
             window = int(config["attention_chunk_size" if chunks else "sliding_window"]) if kind is Kind.WINDOW else 0
             groups.append(Group(kind.value, kind, count, heads, dim, number, window=window))
     return Layout(tuple(groups), BLOCK_TOKENS)
+
+
+def text_of(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the part of a model that reads text, with what transformers takes where it says nothing."""
+    config = {name: value for name, value in whole.items() if name != "text_config"}
+    config |= whole.get("text_config") or {}
+    return {**_LEFT_OUT.get(str(config.get("model_type")), {}), **config}
 
 
 def _kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:

@@ -8,9 +8,9 @@ cost more than the first.
 
 An estimate of a tier's speed that is too low would never be corrected, because nothing would be read. So a prompt makes
 a *trial* if more would be loaded at the highest possible speed (``_FASTEST``), nothing is being read from the tier, and
-its estimate is due (cost.py). It loads ``_TRIAL`` bytes more, of what it would have computed. That load may take as
-long as computing the same blocks would, whatever the caller's deadline; what has not arrived by then is computed. So a
-trial costs its prompt no more than that once, and the next plan has a better estimate.
+its estimate is due (tier_speed.py). It loads ``_TRIAL`` bytes more, of what it would have computed. That load may take
+as long as computing the same blocks would, whatever the caller's deadline; what has not arrived by then is computed. So
+a trial costs its prompt no more than that once, and the next plan has a better estimate.
 """
 
 from __future__ import annotations

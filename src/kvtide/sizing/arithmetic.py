@@ -41,9 +41,14 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the GPU's memory bandwidth that decoding reaches."""
     usable: float = 0.9
     """The part of the GPU's memory that weights and KV may take."""
+    overlaps: bool = False
+    """Whether the engine can compute the front of a prompt while the rest is loaded. vLLM cannot."""
 
 
-ENGINES = {"vllm": Assumptions(), "transformers": Assumptions(matmul=0.5, attention=0.55, engine_seconds=0.030)}
+ENGINES = {
+    "vllm": Assumptions(),
+    "transformers": Assumptions(matmul=0.5, attention=0.55, engine_seconds=0.030, overlaps=True),
+}
 """The assumptions for engines."""
 
 

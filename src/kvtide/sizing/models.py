@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.block import BLOCK_TOKENS, Group, Kind, Layout
-from kvtide.doctor.model import config_of, folder_of, layout_from
+from kvtide.doctor.model import config_of, folder_of, layout_from, text_of, without_shape
 from kvtide.errors import LayoutError
 
 __all__ = ["MODELS", "ModelShape", "shape_from", "shape_of"]
@@ -177,9 +177,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By our name: the name on the Hugging Face hub, and of its public config.json what matters here."""
 
-_WEIGHT_BYTES = {"fp8": 1.0, "mxfp4": 4.25 / 8, "compressed-tensors": 1.0, "gptq": 0.5, "awq": 0.5}
-"""Bytes of a parameter by ``quant_method``. MXFP4 has a scale of 8 bits for 32 codes of 4 bits."""
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -260,27 +257,47 @@ def shape_from(whole: Mapping[str, Any], name: str, where: str, kv_dtype: str = 
     """The shape of a model with this configuration, read from ``where``. Raises LayoutError."""
     whole = dict(whole) if any(whole.get(key) for key in ("dtype", "torch_dtype")) else {"dtype": "bfloat16", **whole}
     try:
-        config = {**whole, **(whole.get("text_config") or {})}
+        config = text_of(whole)
         if "linear_num_value_heads" in config:
             layout = _with_state(config, where, kv_dtype)
         else:
             layout = layout_from(whole, where, kv_dtype=kv_dtype)
         parameters, multiplied = _parameters(config)
-        quantized = (whole.get("quantization_config") or {}).get("quant_method", "")
         return ModelShape(
             name=name,
             source=where,
             layout=layout,
             parameters=parameters,
             multiplied=multiplied,
-            weight_bytes=_WEIGHT_BYTES.get(quantized, 2.0),
+            weight_bytes=_weight_bytes(config.get("quantization_config") or {}),
             pair_flops=2.0 * config["num_attention_heads"] * sum(_head_dims(config)),
             experts=_experts(config) > 0,
         )
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
         if isinstance(e, LayoutError):
             raise
-        raise LayoutError(f"{where} does not contain the model's shape ({e!r})") from e
+        raise without_shape(where, e) from e
+
+
+def _weight_bytes(quantized: Mapping[str, Any]) -> float:
+    """Bytes of a parameter, from a configuration's ``quantization_config``. Where only some layers are quantized, all
+    are taken for it. MXFP4 has a scale of 8 bits for 32 codes of 4 bits, NVFP4 for 16."""
+    match quantized.get("quant_method", ""):
+        case "":
+            return 2.0
+        case "mxfp4":
+            return 4.25 / 8
+        case "gptq" | "awq":
+            return int(quantized.get("bits") or 4) / 8
+        case "bitsandbytes":
+            return 0.5 if quantized.get("load_in_4bit") or quantized.get("_load_in_4bit") else 1.0
+        case "compressed-tensors":
+            groups = (quantized.get("config_groups") or {}).values()
+            return max((int((group.get("weights") or {}).get("num_bits") or 8) for group in groups), default=8) / 8
+        case "modelopt":
+            return 4.5 / 8 if "FP4" in str(quantized.get("quant_algo", "")).upper() else 1.0
+        case _:
+            return 1.0
 
 
 def _head_dims(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -324,7 +341,9 @@ def _parameters(config: Mapping[str, Any]) -> tuple[float, float]:
     dense = layers
     if experts:
         dense = int(config.get("first_k_dense_replace") or 0) + len(config.get("mlp_only_layers") or ())
-    of_dense = dense * 3 * hidden * int(config.get("intermediate_size") or 0)
+    if (step := config.get("interleave_moe_layer_step")) is not None:  # Llama 4: every so many layers have experts
+        dense, shared = layers - layers // int(step), width
+    of_dense = dense * 3 * hidden * int(config.get("intermediate_size_mlp") or config.get("intermediate_size") or 0)
     always = attention + of_dense + (layers - dense) * (3 * hidden * shared + hidden * experts)
     expert = (layers - dense) * 3 * hidden * width
     embedding = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)

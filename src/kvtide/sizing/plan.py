@@ -33,7 +33,8 @@ class TierTimes(msgspec.Struct, frozen=True):
     load: float
     first_token: float
     both: float
-    """First token when the front is computed while the rest is loaded."""
+    """First token when the front is computed while the rest is loaded, which not every engine can
+    (``Assumptions.overlaps``)."""
     both_loaded: int
     """Tokens that are loaded then."""
     fit: int | None

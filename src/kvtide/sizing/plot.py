@@ -32,8 +32,9 @@ def draw(found: SizingPlan, path: Path) -> None:
     for name, times in lines.items():
         axes.plot(tokens, times, label=name, color=_COLOURS[name])
     for tier in found.tiers:
-        both = [at.tiers[tier.name].both for at in found.contexts]
-        axes.plot(tokens, both, color=_COLOURS[tier.name], linestyle=":", label=f"{tier.name} and computing")
+        if found.assumptions.overlaps:
+            both = [at.tiers[tier.name].both for at in found.contexts]
+            axes.plot(tokens, both, color=_COLOURS[tier.name], linestyle=":", label=f"{tier.name} and computing")
         if tier.break_even is not None and tokens[0] < tier.break_even < tokens[-1]:
             axes.axvline(tier.break_even, color=_COLOURS[tier.name], linestyle="--", linewidth=1)
             axes.annotate(

@@ -7,7 +7,9 @@ import math
 
 import msgspec
 
+from kvtide.block import Kind
 from kvtide.errors import ConfigError
+from kvtide.formatting import size
 from kvtide.sizing.arithmetic import Host, StorageTier
 
 __all__ = ["Demand", "Saving", "TierVerdict", "WhyHelps", "judge", "saving"]
@@ -55,9 +57,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 class WhyHelps(enum.StrEnum):
     """Why a tier helps or not: one word for programs."""
 
+    REFUSED = "refused"
     FASTER = "faster"
     NO_REUSE = "no reuse"
     FITS_IN_GPU = "fits in GPU memory"
+    TOO_SMALL = "too small"
     SLOWER = "slower than computing"
     LITTLE = "saves little"
     LIMITED = "faster, for a part"
@@ -100,6 +104,12 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
     def no(why: WhyHelps, reason: str) -> TierVerdict:
         return TierVerdict(tier.name, False, why, reason)
 
+    if _refused(host):
+        return no(
+            WhyHelps.REFUSED,
+            "kvtide refuses models of which some layers keep a state, and the engine runs without it; the figures are "
+            "those of a store that could keep the state",
+        )
     if demand.hit_rate == 0:
         return no(
             WhyHelps.NO_REUSE,
@@ -111,26 +121,35 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
             f"GPU memory holds {host.fit_in_gpu(tokens):,} contexts of {tokens:,} tokens, and there are "
             f"{demand.users:,}: the engine's own prefix cache finds them, unless it restarts",
         )
+    if host.fit(tokens, tier) == 0:
+        return no(
+            WhyHelps.TOO_SMALL,
+            f"it holds {size(tier.capacity or 0)}, and one context of {tokens:,} tokens takes "
+            f"{size(host.stored(tokens))}",
+        )
     if load >= compute:
         even = host.break_even(tier)
-        where = f"from {even:,} tokens on it is quicker" if even else "it never becomes quicker"
-        _, part = host.both(tokens, tier)
-        return no(
-            WhyHelps.SLOWER,
-            f"loading {tokens:,} tokens takes {seconds(load)}, computing {seconds(compute)}; {where}. "
-            f"Both at once, with {part / tokens:.0%} loaded, still saves time",
+        slower = f"loading {tokens:,} tokens takes {seconds(load)}, computing {seconds(compute)}; " + (
+            f"from {even:,} tokens on it is quicker" if even else "it never becomes quicker"
         )
+        if host.assume.overlaps:
+            both, part = host.both(tokens, tier)
+            if part:
+                slower += f". Both at once, with {part / tokens:.0%} loaded, takes {seconds(both)}"
+        return no(WhyHelps.SLOWER, slower)
     if computed - loaded < host.assume.engine_seconds:
         return _small(host, tier, tokens, demand, computed - loaded)
     if demand.target is not None and (late := _late(host, tier, tokens, demand, demand.target)):
         return no(WhyHelps.TOO_LATE, late)
-    gain = f"the first token of {tokens:,} tokens comes after {seconds(loaded)} instead of {seconds(computed)}"
+    gain = (
+        f"the first token of {tokens:,} tokens comes after {seconds(loaded)} instead of {seconds(computed)}: "
+        f"{computed / loaded:.1f} times as fast"
+    )
     if demand.target is not None:
         most = math.floor((demand.target - host.first_token(tokens, 0.0, True)) / load)
-        gain += f"; {most:,} loads at once stay within {seconds(demand.target)}"
+        gain += f"; {most:,} {'load stays' if most == 1 else 'loads at once stay'} within {seconds(demand.target)}"
         if demand.target < 1:
             gain += ", so keep the contexts of live conversations in GPU memory"
-    gain += f": {computed / loaded:.1f} times as fast"
     holds = host.fit(tokens, tier)
     if demand.users is not None and holds is not None and holds < demand.users:
         gain += f". It holds {holds:,} of {demand.users:,} contexts"
@@ -138,6 +157,11 @@ def judge(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> TierVer
         gain += f". It delivers {3600 / load:,.0f} prompts an hour of {3600 * wanted:,.0f}; the others are computed"
         return TierVerdict(tier.name, True, WhyHelps.LIMITED, gain)
     return TierVerdict(tier.name, True, WhyHelps.FASTER, gain)
+
+
+def _refused(host: Host) -> bool:
+    """Whether kvtide refuses the model, so that nothing is stored or loaded."""
+    return any(group.kind is Kind.STATE for group in host.shape.layout.groups)
 
 
 def _small(host: Host, tier: StorageTier, tokens: int, demand: Demand, saved: float) -> TierVerdict:
@@ -178,7 +202,8 @@ def _late(host: Host, tier: StorageTier, tokens: int, demand: Demand, target: fl
 def saving(host: Host, tier: StorageTier, tokens: int, demand: Demand) -> Saving:
     """What the tier saves in an hour of ``demand``: GPU time, at the given prices."""
     compute, load = host.compute(tokens), host.load(tokens, tier)
-    loads = _loads(demand) * 3600 if load < compute else 0.0
+    found = load < compute and host.fit(tokens, tier) != 0 and not _refused(host)
+    loads = _loads(demand) * 3600 if found else 0.0
     hours = min(loads, 3600 / load) * compute * host.gpus / 3600
     price = {"dram": demand.dram_price, "nvme": demand.nvme_price}.get(tier.name)
     return Saving(

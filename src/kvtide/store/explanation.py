@@ -311,9 +311,9 @@ class Explanation:
     def advice(self) -> str:
         """What could be done about the first missing blocks; empty if there is nothing."""
         missing = next((some for some in self.blocks if some.why is not Why.HIT), None)
-        if missing is None:
-            return ""
-        return _advice(missing)
+        if self.tokens < self.block_tokens:
+            return f"Only whole blocks of {self.block_tokens:,} tokens are stored: nothing of this prompt."
+        return "" if missing is None else _advice(missing)
 
 
 def _shown(tier: str) -> str:
@@ -362,8 +362,8 @@ _ADVICE = {
     Why.BEING_WRITTEN: "Ask again in a moment.",
     Why.EXPIRED: "Give a longer ttl when it is stored, or none.",
     Why.OTHER_NAMESPACE: "If both should share blocks, make the fields named here equal.",
-    Why.NEVER_SEEN: "If it should be there: were the tokens the same from the first one on, and does the engine store "
-    "(engine.store)?",
+    Why.NEVER_SEEN: "If it should be there: was it stored after that time, were the tokens the same from the first "
+    "one on, and does the engine store (engine.store)?",
     Why.NOT_RECORDED: "Set explain.memory to have reasons recorded.",
     Why.RECORD_OVERWRITTEN: "Raise explain.memory to have more records kept.",
 }
