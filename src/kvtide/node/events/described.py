@@ -107,6 +107,9 @@ class DescribedBlocks:
         """In the order of descriptions, so that blocks that follow each other are looked at together."""
         self._next: deque[int] = deque()
         """Those whose turn it is, before those of ``_looked_at``."""
+        self._all = range(0)
+        """Those to look at because anything may have happened, before the others. Not a list of them: the node's loop
+        would wait while one of a million is made."""
         self._clean_at = _LEAST
 
     def __len__(self) -> int:
@@ -172,25 +175,30 @@ class DescribedBlocks:
     def look_at_all(self) -> None:
         """Anything may have happened."""
         self._next.clear()
-        self._looked_at = dict.fromkeys(range(len(self._known)))
+        self._looked_at = {}
+        self._all = range(len(self._known))
 
     def unpublish(self) -> None:
-        """Consumers believe nothing any more."""
-        self._published = bytearray(len(self._published))
-        self.look_at_all()
+        """Consumers believe nothing any more. Where blocks are is forgotten, too: it may be old by the time that it is
+        told, and all descendants of a block would be published with it in one go."""
+        self._here, self._published = bytearray(len(self._known)), bytearray(len(self._known))
+        self._all = range(0)
 
     @property
     def waiting(self) -> bool:
         """Whether there are blocks to look at."""
-        return bool(self._next or self._looked_at)
+        return bool(self._all or self._next or self._looked_at)
 
     def changes(self, now: float) -> list[Change]:
         """What is to be published for some of the blocks to look at. ``now``: the time, to leave out blocks that have
         expired. Each block is in it once: a consumer may apply parts of it in another order."""
-        if not self._next:
-            self._next, self._looked_at = deque(self._looked_at), {}
-        take = self._next.popleft
-        blocks = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
+        if self._all:
+            blocks, self._all = [*self._all[:_AT_ONCE]], self._all[_AT_ONCE:]
+        else:
+            if not self._next:
+                self._next, self._looked_at = deque(self._looked_at), {}
+            take = self._next.popleft
+            blocks = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
         self._locate(blocks, now)
         return self._settled(blocks)
 
@@ -252,7 +260,7 @@ class DescribedBlocks:
         may be stored in a moment, or again, and its client would not describe it again."""
         if len(self._known) < self._clean_at:
             return
-        absent = [number for number, places in enumerate(self._published) if not places]
+        absent = [one for one, places in enumerate(self._published) if not places and one not in self._all]
         for start in range(0, len(absent), _AT_ONCE):
             if start:
                 rest()
@@ -301,6 +309,8 @@ class DescribedBlocks:
         self._born = [*compress(self._born, keep)]
         self._next.clear()
         self._looked_at = {numbers[one]: None for one in looked_at if keep[one]}
+        if self._all:
+            self._all = range(sum(keep[: self._all.start]), len(new.keys))
         self.columns = new
 
 
