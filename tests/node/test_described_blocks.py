@@ -141,6 +141,23 @@ def test_who_is_told_everything_again_is_told_what_is_there_now_in_portions() ->
     assert max(told) <= 256
 
 
+def test_descendants_of_a_block_come_and_go_in_portions() -> None:
+    """With what all prompts begin with, a million blocks may go."""
+    blocks, chain = Blocks(), [os.urandom(32) for _ in range(2000)]
+    for one in chain:
+        blocks.put(one, 0, SEALED)
+    blocks.described.describe(blocks.source, ROOT, chain, bytes(16 * len(chain)))
+    blocks.publish_all()
+    for state, left in ((ABSENT, 0), (SEALED, 2000)):
+        blocks.put(chain[0], 0, state)
+        blocks.described.look_at([BlockKey(chain[0] + GROUPS[0])])
+        while blocks.described.waiting:
+            before = len(blocks.consumer.blocks["CPU", "LOCAL"])
+            blocks.publish()
+            assert abs(len(blocks.consumer.blocks["CPU", "LOCAL"]) - before) <= 256
+        assert len(blocks.consumer.blocks["CPU", "LOCAL"]) == left
+
+
 @pytest.mark.parametrize("pace", [3.0, 0.0])
 def test_descriptions_of_blocks_that_are_never_stored_are_forgotten(
     pace: float, monkeypatch: pytest.MonkeyPatch

@@ -497,6 +497,8 @@ class NodeEvents:
             self._filling = self._blocks.waiting
             self._patience = _ANEW * max(1.0, now - self._anew)
             return
+        if self._blocks.unsettled:  # a snapshot would lack blocks whose removal is told later
+            return
         for address, reply in list(self._replies.items()):
             try:
                 self._send_some(reply, now)
