@@ -15,6 +15,7 @@ that needs them cannot be used. They are published again when the block is back.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -276,15 +277,16 @@ class DescribedBlocks:
         if len(self._known) < self._clean_at or self._unsettled:
             return
         absent = [one for one, places in enumerate(self._published) if not places and one not in self._all]
+        absent.sort(key=self._born.__getitem__)
+        absent = absent[: max(len(absent) - _ABSENT, bisect_left(absent, now - _AGE, key=self._born.__getitem__))]
         for start in range(0, len(absent), _AT_ONCE):
             if start:
                 rest()
             self._locate(absent[start : start + _AT_ONCE], time_now)
         looked_at = [*self._next, *self._looked_at, *[one for one in absent if self._here[one]]]
-        absent = sorted([one for one in absent if not self._here[one]], key=self._born.__getitem__)
         keep = [True] * len(self._known)
-        for left, one in zip(range(len(absent), 0, -1), absent, strict=True):  # the oldest first
-            keep[one] = left <= _ABSENT and self._born[one] >= now - _AGE
+        for one in absent:
+            keep[one] = bool(self._here[one])
         if not all(keep):
             self._forget(keep, looked_at)
         else:
