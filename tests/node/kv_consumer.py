@@ -24,7 +24,7 @@ class Mirror:
         """Whether it may be told of changes of what it does not know, until it is told to forget everything."""
         self.blocks: dict[tuple[str, str], dict[int, tuple[int | None, tuple[int, ...]]]] = defaultdict(dict)
         """By medium and locality: by hash, the parent and the tokens."""
-        self.clears = 0
+        self.clears = self.stored = 0
 
     def event(self, event: Any) -> None:
         if not isinstance(event, dict):
@@ -52,6 +52,7 @@ class Mirror:
         assert len(tokens) in (0, size * len(event["block_hashes"]))
         for i, one in enumerate(event["block_hashes"]):
             assert one not in known, "a block is stored twice"
+            self.stored += 1
             known[one] = parent, tuple(tokens[i * size : i * size + size])
             parent = one
 

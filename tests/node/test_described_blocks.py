@@ -48,6 +48,12 @@ class Blocks:
         while self.described.waiting:
             self.publish()
 
+    def begin_anew(self) -> None:
+        """The consumer has forgotten everything, and is to be told it again."""
+        self.consumer = Mirror()
+        self.described.unpublish()
+        self.described.look_at_all()
+
     def tell(self, changes: list[Change], consumer: Mirror) -> None:
         columns, start = self.described.columns, 0
         for end in wire.cuts(columns, changes):
@@ -94,6 +100,8 @@ def test_a_consumer_knows_in_the_end_what_is_where(seed: int, monkeypatch: pytes
         blocks.described.look_at([BlockKey(digest + chance.choice(blocks.groups)) for digest, _ in changed])
         if chance.random() < 0.7:
             blocks.publish()
+        if chance.random() < 0.1:
+            blocks.begin_anew()
         if chance.random() < 0.3:
             blocks.described.clean(0.0, 1000.0 * turn)
     blocks.publish_all()
@@ -111,6 +119,43 @@ def test_a_consumer_knows_in_the_end_what_is_where(seed: int, monkeypatch: pytes
                 if d != ROOT and where.get((d, tier)) == SEALED
             }
             assert consumer.blocks[medium, "LOCAL"] == expected
+
+
+def test_who_is_told_everything_again_is_told_what_is_there_now_in_portions() -> None:
+    """Nothing was followed while nobody listened. And all descendants of one block are not told in one go: the node's
+    loop would wait for it."""
+    blocks, chain = Blocks(), [os.urandom(32) for _ in range(2000)]
+    for one in chain:
+        blocks.put(one, 0, SEALED)
+    blocks.described.describe(blocks.source, ROOT, chain, bytes(16 * len(chain)))
+    blocks.publish_all()
+    blocks.begin_anew()
+    for one in chain[1000:]:
+        blocks.put(one, 0, ABSENT)
+    told: list[int] = []
+    while blocks.described.waiting:
+        before = blocks.consumer.stored
+        blocks.publish()
+        told.append(blocks.consumer.stored - before)
+    assert sum(told) == 1000
+    assert max(told) <= 256
+
+
+def test_descendants_of_a_block_come_and_go_in_portions() -> None:
+    """With what all prompts begin with, a million blocks may go."""
+    blocks, chain = Blocks(), [os.urandom(32) for _ in range(2000)]
+    for one in chain:
+        blocks.put(one, 0, SEALED)
+    blocks.described.describe(blocks.source, ROOT, chain, bytes(16 * len(chain)))
+    blocks.publish_all()
+    for state, left in ((ABSENT, 0), (SEALED, 2000)):
+        blocks.put(chain[0], 0, state)
+        blocks.described.look_at([BlockKey(chain[0] + GROUPS[0])])
+        while blocks.described.waiting:
+            before = len(blocks.consumer.blocks["CPU", "LOCAL"])
+            blocks.publish()
+            assert abs(len(blocks.consumer.blocks["CPU", "LOCAL"]) - before) <= 256
+        assert len(blocks.consumer.blocks["CPU", "LOCAL"]) == left
 
 
 @pytest.mark.parametrize("pace", [3.0, 0.0])

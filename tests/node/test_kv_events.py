@@ -19,6 +19,8 @@ from kvtide.node.client.client import Client
 from kvtide.node.events import publisher as publisher_module
 from kvtide.node.events.open import publish_events
 from kvtide.node.events.publisher import NodeEvents
+from kvtide.node.roles import Role
+from kvtide.node.server.access import Access
 from kvtide.store.store import Store
 from kvtide.testing.clock import FakeClock
 from kvtide.testing.faults import Fault, FaultyDisk, How
@@ -329,6 +331,21 @@ def test_a_description_that_was_lost_is_made_again(publishing: Publishing, monke
         assert length(session, prompt(1)) == SIZE
         session.store(prompt(2), data(PLAIN, prompt(2)))
         seen.until(lambda: seen.longest(prompt(1)) == SIZE)
+
+
+def test_a_client_that_may_only_read_does_not_describe_in_vain(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each description would be refused, and counted as a failure."""
+    node = publishing()
+    store(node, 1)
+    monkeypatch.setattr(node.node._access_list, "of", lambda *_: Access(Role.READ))
+    with Client(node.path) as client, client.session(MODEL) as session:
+        assert length(session, prompt(1)) == SIZE
+        assert length(session, prompt(1)) == SIZE  # what was deferred has been sent
+        found = client.status().node
+    assert found is not None
+    assert found.failures == 0
 
 
 def test_without_leave_no_token_leaves_the_node(publishing: Publishing) -> None:

@@ -104,7 +104,7 @@ def test_a_consumer_that_asks_for_absurd_numbers_changes_nothing_for_others(open
     seen = node.consumer()
     seen.until(lambda: number_of(seen) == 3)
     gaps = seen.gaps
-    for start in (2**64 - 1, 2**64 - 2, 2**63, LARGEST, 2**64 - 1):
+    for start in (2**64 - 1, 2**64 - 2, 2**63, LARGEST, LARGEST - 1, 2**50, 2**64 - 1):
         asking = node.consumer()
         asking.replay(start)
         assert number_of(asking) == 3
@@ -285,6 +285,37 @@ def test_who_subscribes_again_and_again_costs_others_nothing(
     node.keep(1)
     seen.until(lambda: number_of(seen) == 3)
     assert seen.clears == 1
+
+
+def test_who_comes_and_goes_is_not_told_everything_each_time(
+    opened: list[Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nobody else is there, as when a router is restarted again and again."""
+    opened.append(node := Publisher())
+    node.describe(2)
+    for _ in range(20):
+        with zmq.Context() as context, context.socket(zmq.SUB) as fickle:
+            fickle.connect(node.events.address)
+            fickle.subscribe(b"")
+            eventually(lambda: node.events.statistics().subscriptions)
+        eventually(lambda: not node.events.statistics().subscriptions)
+    assert node.events.statistics().stored == 2
+    monkeypatch.setattr(node.events, "_patience", 0.0)
+    back = Consumer(node.events.address, "")
+    back.until(lambda: number_of(back) == 2)
+
+
+def test_descriptions_with_tokens_that_nobody_wants_take_no_room(
+    opened: list[Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may send them nevertheless."""
+    monkeypatch.setattr(module, "_DESCRIPTIONS", 8 * TOKENS)
+    opened.append(node := Publisher(token_ids=False))
+    seen = node.consumer()
+    for count in range(1, 20):
+        node.keep(1)
+        seen.until(lambda count=count: number_of(seen) == count)  # type: ignore[misc]
+    assert not node.events.statistics().undescribed
 
 
 def test_a_failure_of_the_publisher_is_not_its_end(

@@ -15,6 +15,7 @@ that needs them cannot be used. They are published again when the block is back.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ __all__ = ["NONE", "BlockColumns", "BlockSource", "Change", "DescribedBlocks"]
 
 _AT_ONCE = 256
 """Blocks that are looked up under the index's lock at a time."""
+_STEPS = 1024
+"""Blocks that are gone through without a pause: those who need the interpreter wait for about a millisecond."""
 _LEAST = 16384
 """Descriptions from which on those of absent blocks are looked for."""
 _AGE = 120.0
@@ -107,6 +110,11 @@ class DescribedBlocks:
         """In the order of descriptions, so that blocks that follow each other are looked at together."""
         self._next: deque[int] = deque()
         """Those whose turn it is, before those of ``_looked_at``."""
+        self._all = range(0)
+        """Those to look at because anything may have happened, before the others. Not a list of them: the node's loop
+        would wait while one of a million is made."""
+        self._unsettled: list[int] = []
+        """Blocks that were looked up, and descendants of those that have come or gone: the next one is the last."""
         self._clean_at = _LEAST
 
     def __len__(self) -> int:
@@ -172,27 +180,41 @@ class DescribedBlocks:
     def look_at_all(self) -> None:
         """Anything may have happened."""
         self._next.clear()
-        self._looked_at = dict.fromkeys(range(len(self._known)))
+        self._looked_at = {}
+        self._all = range(len(self._known))
 
     def unpublish(self) -> None:
-        """Consumers believe nothing any more."""
-        self._published = bytearray(len(self._published))
-        self.look_at_all()
+        """Consumers believe nothing any more. Where blocks are is forgotten, too: it may be old by the time that it is
+        told, and all descendants of a block would be published with it in one go."""
+        self._here, self._published = bytearray(len(self._known)), bytearray(len(self._known))
+        self._all = range(0)
+        self._unsettled = []
 
     @property
     def waiting(self) -> bool:
         """Whether there are blocks to look at."""
-        return bool(self._next or self._looked_at)
+        return bool(self._unsettled or self._all or self._next or self._looked_at)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether descendants of a block are still to be published or withdrawn with it."""
+        return bool(self._unsettled)
 
     def changes(self, now: float) -> list[Change]:
         """What is to be published for some of the blocks to look at. ``now``: the time, to leave out blocks that have
         expired. Each block is in it once: a consumer may apply parts of it in another order."""
-        if not self._next:
-            self._next, self._looked_at = deque(self._looked_at), {}
-        take = self._next.popleft
-        blocks = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
-        self._locate(blocks, now)
-        return self._settled(blocks)
+        if not self._unsettled:
+            if self._all:
+                blocks, self._all = [*self._all[:_AT_ONCE]], self._all[_AT_ONCE:]
+            else:
+                if not self._next:
+                    self._next, self._looked_at = deque(self._looked_at), {}
+                take = self._next.popleft
+                blocks = [take() for _ in range(min(_AT_ONCE, len(self._next)))]
+            self._locate(blocks, now)
+            blocks.reverse()
+            self._unsettled = blocks
+        return self._settled()
 
     def _locate(self, blocks: Sequence[int], now: float) -> None:
         """Ask the index where blocks are."""
@@ -203,13 +225,12 @@ class DescribedBlocks:
             for one, places in zip(some, _places(source, [keys[one] for one in some], now), strict=True):
                 here[one] = places
 
-    def _settled(self, blocks: list[int]) -> list[Change]:
-        """Publish blocks as what they are, and their descendants if this decides whether they can be. Uses up
-        ``blocks``."""
+    def _settled(self) -> list[Change]:
+        """Publish some blocks as what they are, and their descendants if this decides whether they can be."""
+        blocks = self._unsettled
         parents, children, end = self.columns.parents, self._children, len(self._known) - 1
         here, published, found = self._here, self._published, dict[int, Change]()
-        blocks.reverse()
-        while blocks:
+        while blocks and len(found) < _AT_ONCE:
             one = blocks.pop()
             now, before = here[one], published[one]
             if now:
@@ -232,12 +253,15 @@ class DescribedBlocks:
         return [*found.values()]
 
     def published(self) -> tuple[array[int], bytes]:
-        """All published blocks, parents before children, and the places of each."""
+        """All published blocks, parents before children, and the places of each. Not while some are ``unsettled``."""
         parents, children, published, end = self.columns.parents, self._children, self._published, len(self._known) - 1
-        found = array("l")
+        found, steps = array("l"), 0
         for first in [number for number, above in enumerate(parents) if above == NONE]:
             blocks = [first]
             while blocks:
+                steps += 1
+                if not steps % _STEPS:
+                    rest()
                 one = blocks.pop()
                 if published[one]:
                     found.append(one)
@@ -250,18 +274,19 @@ class DescribedBlocks:
     def clean(self, time_now: float, now: float) -> None:
         """Forget blocks that are in no tier, if there are many descriptions. One that was described lately is kept: it
         may be stored in a moment, or again, and its client would not describe it again."""
-        if len(self._known) < self._clean_at:
+        if len(self._known) < self._clean_at or self._unsettled:
             return
-        absent = [number for number, places in enumerate(self._published) if not places]
+        absent = [one for one, places in enumerate(self._published) if not places and one not in self._all]
+        absent.sort(key=self._born.__getitem__)
+        absent = absent[: max(len(absent) - _ABSENT, bisect_left(absent, now - _AGE, key=self._born.__getitem__))]
         for start in range(0, len(absent), _AT_ONCE):
             if start:
                 rest()
             self._locate(absent[start : start + _AT_ONCE], time_now)
         looked_at = [*self._next, *self._looked_at, *[one for one in absent if self._here[one]]]
-        absent = sorted([one for one in absent if not self._here[one]], key=self._born.__getitem__)
         keep = [True] * len(self._known)
-        for left, one in zip(range(len(absent), 0, -1), absent, strict=True):  # the oldest first
-            keep[one] = left <= _ABSENT and self._born[one] >= now - _AGE
+        for one in absent:
+            keep[one] = bool(self._here[one])
         if not all(keep):
             self._forget(keep, looked_at)
         else:
@@ -301,6 +326,8 @@ class DescribedBlocks:
         self._born = [*compress(self._born, keep)]
         self._next.clear()
         self._looked_at = {numbers[one]: None for one in looked_at if keep[one]}
+        if self._all:
+            self._all = range(sum(keep[: self._all.start]), len(new.keys))
         self.columns = new
 
 

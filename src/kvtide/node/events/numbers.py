@@ -17,7 +17,7 @@ __all__ = ["LARGEST", "BatchNumbers"]
 log = logging.getLogger("kvtide.events")
 
 LARGEST = 1 << 62
-"""A number that no batch can have, whatever a consumer or a file says."""
+"""A number that no batch can have, whatever a file says."""
 _BEGAN = 1_767_225_600_000
 """The beginning of 2026, in milliseconds."""
 _RESERVED = 100_000

@@ -6,7 +6,9 @@ it looks up what was described and what happened (``described.py``), encodes it 
 consumer nothing is followed, looked up or encoded: descriptions are kept, and that is all. With the first subscription,
 or the first replay, consumers are told to forget everything and are then told all that is stored. So are all of them
 with a later subscription: the subscriber may be a new one, or one that was away and missed what was removed. To tell
-blocks twice instead would mislead consumers that count how often they were told of a block.
+blocks twice instead would mislead consumers that count how often they were told of a block. It is done so rarely that
+subscribers who come and go cost others little: after the last one has left, events are followed until it may be done
+again.
 
 **Numbers.** Each batch has the next number, and a number is never used again, by no later process either: see
 ``numbers.py``. So a consumer that asks for what it missed before a restart asks for a number that this process knows to
@@ -48,7 +50,7 @@ from kvtide.index.keys import DEFAULT_TENANT, parse_tag
 from kvtide.index.work_slices import rest
 from kvtide.node.events import wire
 from kvtide.node.events.described import BlockColumns, BlockSource, Change, DescribedBlocks
-from kvtide.node.events.numbers import LARGEST, BatchNumbers
+from kvtide.node.events.numbers import BatchNumbers
 from kvtide.store.backend import LocalBackend
 from kvtide.store.node_statistics import KvEventStatistics
 from kvtide.store.partition import NVME
@@ -91,6 +93,9 @@ _LARGER = 32
 """Of a batch's usual size, the most that one of a snapshot may have, so that it needs fewer numbers."""
 _PADDING = 4096
 """Empty batches before a snapshot, at most, for consumers that require consecutive numbers from the first on."""
+_FURTHEST = 1 << 48
+"""A number that no earlier process can have reached: in milliseconds since 2026 it is 8,900 years. Numbers do not go on
+from one that is larger, or an absurd request would use them up."""
 _RETRY = 0.005
 _END = b"\xff" * 8
 
@@ -280,12 +285,14 @@ class NodeEvents:
 
     def describe(self, source: BlockSource, parent: bytes, digests: bytes, tokens: bytes) -> None:
         """Consecutive blocks, the first of them after ``parent``, with their tokens. Does not wait."""
+        if self.wants < 2:
+            tokens = b""
         size = len(digests) + len(tokens) + _DESCRIPTION
         if self._described_bytes - self._taken_bytes + size > _DESCRIPTIONS:
             self._undescribed += len(digests) // 32
             return
         self._described_bytes += size
-        self._described.append((source, parent, digests, tokens if self.wants == 2 else b""))
+        self._described.append((source, parent, digests, tokens))
         if self._active:
             self._wake()
 
@@ -349,7 +356,7 @@ class NodeEvents:
         if self._replay_socket in ready:
             self._requests(now)
         wanted = bool(self._topics) or bool(self._replies) or now < self._replayed + _LINGER
-        if wanted != self._active:
+        if wanted != self._active and (wanted or now >= self._anew + self._patience):
             self._switch(wanted, now)
         if self._newcomer and not self._filling and now >= self._anew + self._patience:
             self._switch(True, now)
@@ -370,6 +377,7 @@ class NodeEvents:
         self._newcomer, self._anew, self._patience = False, now, _ANEW
         self._blocks.unpublish()
         if active:
+            self._blocks.look_at_all()
             self._unfollow = self._feed.follow(self._happened)
             self._fresh = self._filling = True
             self._due = None
@@ -462,7 +470,7 @@ class NodeEvents:
             self._state = self._numbers.next, self._blocks.columns, blocks, places
         _, columns, blocks, places = self._state
         state = _as_stored(blocks, places)
-        start = 0 if start >= LARGEST else start
+        start = 0 if start > self._numbers.next and start >= _FURTHEST else start
         room, size = max(1, self._numbers.next - start), 1
         ends = wire.cuts(columns, state) or [0]
         while len(ends) > room and size < _LARGER:
@@ -488,6 +496,8 @@ class NodeEvents:
         if self._filling:
             self._filling = self._blocks.waiting
             self._patience = _ANEW * max(1.0, now - self._anew)
+            return
+        if self._blocks.unsettled:  # a snapshot would lack blocks whose removal is told later
             return
         for address, reply in list(self._replies.items()):
             try:

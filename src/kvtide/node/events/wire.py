@@ -34,30 +34,10 @@ _MOST = 512
 """Blocks of one batch."""
 _EVENT = 160
 """Bytes of an event besides hashes and token ids, about, and of a batch."""
+_NIL = b"\xc0"
+_encoded = msgspec.msgpack.encode
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that the hashes of a block's pages differ."""
-
-
-class _Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
-    block_hashes: msgspec.Raw
-    parent_block_hash: int | None
-    token_ids: msgspec.Raw
-    block_size: int
-    lora_id: None
-    medium: str
-    lora_name: None
-    extra_keys: list[list[str] | None] | None
-    locality: str
-
-
-class _Removed(msgspec.Struct, tag="BlockRemoved", tag_field="type"):
-    block_hashes: msgspec.Raw
-    medium: str
-    locality: str
-
-
-class _Cleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
-    pass
 
 
 @dataclass(slots=True)
@@ -71,33 +51,63 @@ class _Run:
 
 class BatchEncoder:
     """Makes the bytes of batches. For one thread: its memory is used again for the next batch, because the pages of new
-    memory cost more than the work."""
+    memory cost more than the work.
+
+    What is around hashes and tokens is the same in most events of a kind, so it is encoded once.
+    """
 
     def __init__(self, *, maps: bool) -> None:
         self._maps = maps
         self._hashed = _Numbers(">u8", 0xCF)
         self._wide, self._narrow = _Numbers(">u4", 0xCE), _Numbers(">u2", 0xCD)
-        self._into = msgspec.msgpack.Encoder().encode_into
-        self._encoded = bytearray(BATCH)
+        self._cleared = self._begin("AllBlocksCleared", 1)
+        hashes = self._field("block_hashes")
+        self._stored = self._begin("BlockStored", 10 if maps else 8) + hashes
+        self._salted = self._begin("BlockStored", 10 if maps else 9) + hashes
+        self._removed = self._begin("BlockRemoved", 4 if maps else 3) + hashes
+        self._parent, self._tokens, self._size = map(self._field, ("parent_block_hash", "token_ids", "block_size"))
+        self._lora, self._lora_name = self._field("lora_id") + _NIL, self._field("lora_name") + _NIL
+        self._extras = self._field("extra_keys")
+        self._where = {place: self._place(place) for place in _NAMES}
         self.stored = self.removed = 0
         """Blocks in the last batch that were told as stored, and as removed; once for each place."""
 
+    def _begin(self, kind: str, fields: int) -> bytes:
+        """The beginning of an event that has so many fields, with its name."""
+        return bytes([(0x80 if self._maps else 0x90) | fields]) + self._field("type") + _encoded(kind)
+
+    def _field(self, name: str) -> bytes:
+        return _encoded(name) if self._maps else b""
+
+    def _place(self, place: int) -> tuple[bytes, bytes]:
+        """The medium; and the locality, which arrays do not have."""
+        medium, locality = _NAMES[place]
+        return (
+            self._field("medium") + _encoded(medium),
+            self._field("locality") + _encoded(locality) if self._maps else b"",
+        )
+
     def payload(self, time: float, columns: BlockColumns, changes: Sequence[Change], *, fresh: bool = False) -> bytes:
         """A batch of changes. ``fresh``: consumers first forget what they knew."""
-        events: list[Any] = [_Cleared()] if fresh else []
         runs = _runs(columns, changes)
         self.stored = sum([len(run.blocks) for run in runs if run.stored])
         self.removed = sum([len(run.blocks) for run in runs]) - self.stored
+        parts: list[bytes | memoryview] = [b"\x93", _encoded(time), _head(len(runs) + fresh)]
+        if fresh:
+            parts.append(self._cleared)
         if runs:
             self._hashed.encode(_hashes(columns, runs))
             ids = np.frombuffer(b"".join([some for run in runs if run.stored for some in _tokens(columns, run)]), "<u4")
             tokens = self._wide if len(ids) and int(ids.max()) > 0xFFFF else self._narrow
             tokens.encode(ids)
-            events += [
-                (self._stored(columns, run, tokens) if run.stored else self._removed(columns, run)) for run in runs
-            ]
-        self._into([time, events if self._maps else [_array(event) for event in events], 0], self._encoded)
-        return bytes(self._encoded)
+            for run in runs:
+                if run.stored:
+                    self._add_stored(parts, columns, run, tokens)
+                else:
+                    pages = len(run.blocks) * columns.sources[run.blocks[0]].pages
+                    parts += (self._removed, *self._hashed.array(pages), *self._where[run.place])
+        parts.append(b"\0")
+        return b"".join(parts)
 
     def cleared(self, time: float) -> bytes:
         """A batch that says that nothing is stored any more."""
@@ -107,21 +117,29 @@ class BatchEncoder:
         """A batch without events."""
         return self.payload(time, BlockColumns(), ())
 
-    def _stored(self, columns: BlockColumns, run: _Run, tokens: _Numbers) -> _Stored:
+    def _add_stored(self, parts: list[bytes | memoryview], columns: BlockColumns, run: _Run, tokens: _Numbers) -> None:
         first, count = run.blocks[0], len(run.blocks)
         source, above = columns.sources[first], columns.parents[first]
-        pages = count * source.pages
-        medium, locality = _NAMES[run.place]
-        extras: list[list[str] | None] | None = None
+        pages, medium, locality = count * source.pages, *self._where[run.place]
+        begin, extras = self._stored, self._extras + _NIL if self._maps else b""
         if source.salt and above == NONE:
-            extras = [[f"dynamo-cache-salt:{source.salt}"], *[None] * (pages - 1)]
-        parent = None if above == NONE else int.from_bytes(columns.keys[above][:8], "big")
-        ids = tokens.array(count * source.block_tokens if columns.tokens[first] else 0)
-        return _Stored(self._hashed.array(pages), parent, ids, source.page, None, medium, None, extras, locality)
-
-    def _removed(self, columns: BlockColumns, run: _Run) -> _Removed:
-        pages = len(run.blocks) * columns.sources[run.blocks[0]].pages
-        return _Removed(self._hashed.array(pages), *_NAMES[run.place])
+            salt = [f"dynamo-cache-salt:{source.salt}"]
+            begin, extras = self._salted, self._extras + _encoded([salt, *[None] * (pages - 1)])
+        parts += (
+            begin,
+            *self._hashed.array(pages),
+            self._parent,
+            _NIL if above == NONE else b"\xcf" + columns.keys[above][:8],
+            self._tokens,
+            *tokens.array(count * source.block_tokens if columns.tokens[first] else 0),
+            self._size,
+            _encoded(source.page),
+            self._lora,
+            medium,
+            self._lora_name,
+            extras,
+            locality,
+        )
 
 
 class _Numbers:
@@ -142,11 +160,15 @@ class _Numbers:
         self._made["number"][: len(numbers)] = numbers
         self._at = 0
 
-    def array(self, count: int) -> msgspec.Raw:
-        """The next ``count`` of them, as an array."""
-        head = b"\xdd" + count.to_bytes(4, "big") if count > 0xFFFF else b"\xdc" + count.to_bytes(2, "big")
+    def array(self, count: int) -> tuple[bytes, memoryview]:
+        """The next ``count`` of them, as an array; until others are encoded."""
         start, self._at = self._at, self._at + count * self._kind.itemsize
-        return msgspec.Raw(b"".join((head, self._bytes[start : self._at])))
+        return _head(count), self._bytes[start : self._at]
+
+
+def _head(count: int) -> bytes:
+    """The beginning of an array."""
+    return b"\xdd" + count.to_bytes(4, "big") if count > 0xFFFF else b"\xdc" + count.to_bytes(2, "big")
 
 
 def cuts(columns: BlockColumns, changes: Sequence[Change], least: int = 1) -> list[int]:
@@ -186,17 +208,19 @@ def _runs(columns: BlockColumns, changes: Sequence[Change]) -> list[_Run]:
     parents, stored, removed = columns.parents, list[_Run](), dict[int, list[int]]()
     growing: dict[int, list[int]] = {}
     for block, before, now in changes:
-        for place in _CHANGED[before & ~now]:
-            if place in removed:
-                removed[place].append(block)
-            else:
-                removed[place] = [block]
-        for place in _CHANGED[now & ~before]:
-            if place in growing and parents[block] == growing[place][-1]:
-                growing[place].append(block)
-            else:
-                growing[place] = [block]
-                stored.append(_Run(place, True, growing[place]))
+        if before and (left := before & ~now):
+            for place in _CHANGED[left]:
+                if place in removed:
+                    removed[place].append(block)
+                else:
+                    removed[place] = [block]
+        if now and (reached := now & ~before):
+            for place in _CHANGED[reached]:
+                if place in growing and parents[block] == growing[place][-1]:
+                    growing[place].append(block)
+                else:
+                    growing[place] = [block]
+                    stored.append(_Run(place, True, growing[place]))
     return [*stored, *[_Run(place, False, blocks) for place, blocks in removed.items()]]
 
 
@@ -224,15 +248,3 @@ def _tokens(columns: BlockColumns, run: _Run) -> list[memoryview]:
     if last - first == len(blocks) - 1 and tokens[first] is tokens[last]:  # they were described together
         return [memoryview(tokens[first])[offsets[first] : offsets[last] + size]]
     return [memoryview(tokens[block])[offsets[block] : offsets[block] + size] for block in blocks]
-
-
-def _array(event: Any) -> list[Any]:
-    match event:
-        case _Stored():
-            common = [event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, None]
-            more = [event.extra_keys] if event.extra_keys is not None else []
-            return ["BlockStored", *common, event.medium, None, *more]
-        case _Removed():
-            return ["BlockRemoved", event.block_hashes, event.medium]
-        case _:
-            return ["AllBlocksCleared"]

@@ -24,7 +24,7 @@ import msgspec
 
 from kvtide.errors import ConfigError
 from kvtide.node import protocol as p
-from kvtide.node.roles import Role
+from kvtide.node.roles import NEEDS, Role
 from kvtide.node.server.access import Access, AccessList
 from kvtide.node.server.client_handler import LARGEST_PART, ClientHandler
 from kvtide.node.server.connection import Connection, Peer
@@ -357,7 +357,7 @@ class Node:
                 p.MINOR,
                 p.MINORS,
                 list(p.FEATURES),
-                self.events.wants if self.events is not None else 0,
+                self.events.wants if self.events is not None and access.role >= NEEDS[p.Describe] else 0,
             )
         )
         if hello.token:
