@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -56,6 +56,24 @@ def test_a_blob_that_another_client_replaced_by_one_of_another_size(opened: Moon
             assert opened.read([(name, [aligned(300_000)])], TIME) == [-1]
     finally:
         other.close()
+
+
+def test_what_goes_after_the_question_for_its_size_is_missing(
+    opened: Mooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, stays = names(2)
+    opened.write([(name, [value(name, 50_000)]) for name in (gone, stays)], TIME)
+    ask = Mooncake._sizes
+
+    def sizes(self: Mooncake, keys: Sequence[str], timeout: float) -> dict[str, int]:
+        found = ask(self, keys, timeout)
+        self.delete([gone], TIME)
+        return found
+
+    monkeypatch.setattr(Mooncake, "_sizes", sizes)
+    room = aligned(50_000)
+    assert opened.read([(gone, [aligned(50_000)]), (stays, [room])], TIME) == [-1, 50_000]
+    assert room == value(stays, 50_000)
 
 
 def test_bytes_that_went_with_their_holder_are_an_error_at_once(tmp_path: Path) -> None:
