@@ -113,3 +113,23 @@ def test_a_call_ends_soon(tmp_path: Path, host: Callable[[], Host], harm: str, c
         assert done
         with pytest.raises(TimeoutError, match="hangs"):
             ended.result()
+
+
+@pytest.mark.long
+def test_a_call_that_hangs_ends_after_its_client_was_closed(tmp_path: Path, host: Callable[[], Host]) -> None:
+    where, (name,) = host(), names(1)
+    with (
+        MooncakeMaster(tmp_path, "--client_ttl=600", "--default_kv_lease_ttl=600000") as server,
+        Holder(server, 64 << 20, where.address),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        mine = Mooncake(server.url)
+        mine.write([(name, [value(name, _SIZE)])], 30)
+        where.vanish()
+        ended = pool.submit(mine.read, [(name, [aligned(4096), aligned(_SIZE)])], 300)
+        assert not wait([ended], 2.0).done
+        mine.close()
+        assert not ended.done(), "it waited for the call"
+        done, _ = wait([ended], _LONG)
+        where.come_back()
+        assert done

@@ -344,7 +344,7 @@ class Mooncake:
         end = time.monotonic() + timeout
         # Others may have keys that cannot be in a URL, or are no text.
         wanted = re.compile(re.escape(self._prefix + prefix).encode() + rb"[\w.-]*")
-        lines = self._client.fetch("/get_all_keys", timeout).split(b"\n")
+        lines = self._client.lines("/get_all_keys", timeout)
         keys = [line.decode() for line in lines if wanted.fullmatch(line)]
         for i in range(0, len(keys), _TOGETHER):
             some = keys[i : i + _TOGETHER]

@@ -108,6 +108,8 @@ _FAILURES = 3
 """A client that failed so often in a row, although the master answers, is opened anew."""
 _PATIENCE = 5.0
 """Seconds that ``close`` waits for calls under way."""
+_PART = 1 << 20
+"""Bytes of an answer over HTTP that are read at a time."""
 _NAME = b"kvtide"
 _HOSTS = 4096
 """Hosts of the pool that are remembered."""
@@ -289,19 +291,31 @@ class MooncakeClient:
 
     def fetch(self, path: str, timeout: float) -> bytes:
         """What the master's HTTP server answers. Raises OSError."""
+        return b"".join(self._parts(path, timeout))
+
+    def lines(self, path: str, timeout: float) -> Iterator[bytes]:
+        """The lines of what the master's HTTP server answers, which may be more than this process has memory for.
+        Raises OSError."""
+        rest = b""
+        for part in self._parts(path, timeout):
+            *whole, rest = (rest + part).split(b"\n")
+            yield from whole
+            if len(rest) > _PART:
+                raise OSError(errno.EIO, "the HTTP server of the Mooncake master does not answer as expected")
+        yield rest
+
+    def _parts(self, path: str, timeout: float) -> Iterator[bytes]:
         end = time.monotonic() + timeout
         connection = http.client.HTTPConnection(self.address.admin_host, self.address.admin_port, timeout=timeout)
         try:
             connection.request("GET", path)
-            parts = []
             with connection.getresponse() as answer:
-                while part := answer.read1(1 << 20):  # ``read`` would wait for all of them, and ``timeout`` for each
-                    parts.append(part)
+                if answer.status != 200:
+                    raise OSError(errno.EIO, f"the HTTP server of the Mooncake master answered {answer.status}")
+                while part := answer.read1(_PART):  # ``read`` would wait for all of them, and ``timeout`` for each
+                    yield part
                     if time.monotonic() > end:
                         raise TimeoutError(*_CODES[_TIMED_OUT])
-            if answer.status != 200:
-                raise OSError(errno.EIO, f"the HTTP server of the Mooncake master answered {answer.status}")
-            return b"".join(parts)
         except TimeoutError:
             raise TimeoutError(*_CODES[_TIMED_OUT]) from None
         except (http.client.HTTPException, ConnectionError) as e:
@@ -400,7 +414,8 @@ class MooncakeClient:
             hanging = opened is not None and not self._changed.wait_for(lambda: not opened.users, _PATIENCE)
         if opened is not None and not hanging:
             self._shut(opened)
-        self._connects.close()
+        if not hanging:  # else it helps those calls to end
+            self._connects.close()
         if hanging or self._thread.is_alive():
             _leave_at_once()
 

@@ -78,7 +78,8 @@ class ConnectWatch:
                 slow = time.monotonic() - _SLOW
                 takes_long = any(began <= slow for began in self._began.values())
             if takes_long:
-                end_connects(self._hosts)
+                with contextlib.suppress(OSError):  # too many files are open, for example
+                    end_connects(self._hosts)
 
     def close(self) -> None:
         with self._changed:
@@ -89,7 +90,7 @@ class ConnectWatch:
 
 def end_connects(hosts: Callable[[], Collection[str]]) -> int:
     """Shut down the sockets of this process that try to connect to one of ``hosts`` and got no answer for a second.
-    Returns how many."""
+    Returns how many. Raises OSError."""
     if not (connecting := _connecting()):
         return 0
     wanted: set[bytes] = set().union(*map(_addresses, hosts()))
