@@ -5,7 +5,8 @@ Mooncake listens on all interfaces, whatever it is told. So this module runs its
 nothing but loopback, with a master and a process that holds the pool's memory, and prints its records.
 
 Mooncake's own client has its memory registered, and puts and gets in the way that is fastest here: one at a time, in
-several threads, or several objects in a call. It verifies nothing.
+several threads, several objects in a call, or in sessions, which do not poll. It verifies nothing, except in the
+last way: there it computes one checksum of each object, in the same thread.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128_digest
 
 from bench.peers import environments
 from kvtide import config as configuration
@@ -43,8 +45,15 @@ __all__ = ["mooncake_tier"]
 
 _POOL, _ROUND = 1536 * MIB, 256 * MIB
 _THREADS = configuration.Mooncake().threads
-_MODES = {"one at a time": (1, 1), "2 threads": (2, 1), "8 in a call": (1, 8)}
-"""Threads, and objects in a call."""
+_SUMMED = "8 in sessions, with checksums"
+_MODES = {
+    "one at a time": (1, 1, False),
+    "2 threads": (2, 1, False),
+    "8 in a call": (1, 8, False),
+    "8 in sessions": (1, 8, True),
+    _SUMMED: (1, 8, True),
+}
+"""Threads, objects in a call, and whether it is a call for ranges of objects that have sessions."""
 _PATIENCE = 60.0
 _HOLD = """
 import sys
@@ -127,7 +136,9 @@ def _awaited(call: Callable[[Callable[[Any], None]], None]) -> list[Any]:
 class _OwnClient:
     """Mooncake's client, used as its documentation says."""
 
-    def __init__(self, library: Any, master: str) -> None:
+    def __init__(self, library: Any, master: str, *, sessions: bool, summed: bool) -> None:
+        self._sessions = sessions
+        self._summed = summed
         self._store = library.MooncakeDistributedStore()
         self._kept = library.ReplicateConfig()
         assert self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master) == 0
@@ -143,17 +154,38 @@ class _OwnClient:
 
     def put(self, names: Sequence[str], values: Sequence[npt.NDArray[np.uint8]]) -> None:
         places, sizes = [self._place(value) for value in values], [value.nbytes for value in values]
-        if len(names) == 1:
+        self._sum(values)
+        if self._sessions:
+            assert not any(self._store.batch_put_session_start(list(names), sizes, self._kept))
+            self._moved(self._store.batch_put_from_multi_buffer_ranges, names, places, sizes)
+            assert not any(self._store.batch_put_session_end(list(names)))
+        elif len(names) == 1:
             assert self._store.put_from(names[0], places[0], sizes[0], self._kept) == 0
         else:
             assert not any(self._store.batch_put_from(list(names), places, sizes, self._kept))
 
     def get(self, names: Sequence[str], values: Sequence[npt.NDArray[np.uint8]]) -> None:
         places, sizes = [self._place(value) for value in values], [value.nbytes for value in values]
-        if len(names) == 1:
+        if self._sessions:
+            assert not any(self._store.batch_get_session_start(list(names)))
+            self._moved(self._store.batch_get_into_multi_buffer_ranges, names, places, sizes)
+            self._store.batch_get_session_end(list(names))
+            self._sum(values)
+        elif len(names) == 1:
             assert self._store.get_into(names[0], places[0], sizes[0]) == sizes[0]
         else:
             assert list(self._store.batch_get_into(list(names), places, sizes)) == sizes
+
+    def _sum(self, values: Sequence[npt.NDArray[np.uint8]]) -> None:
+        if self._summed:
+            for value in values:
+                xxh3_128_digest(value.data)
+
+    def _moved(
+        self, call: Callable[..., Sequence[int]], names: Sequence[str], places: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        answers = call(list(names), [[place] for place in places], [[size] for size in sizes], [[0] for _ in names])
+        assert list(answers) == list(sizes)
 
     def remove(self, name: str) -> None:
         assert self._store.remove(name, True) == 0
@@ -167,15 +199,15 @@ def _measure(library: Any, master: str, url: str, nbytes: int, rounds: int, comm
             "kvtide": stack.enter_context(contextlib.closing(_Tier(nbytes, count, url))),
             "store": stack.enter_context(contextlib.closing(Below(nbytes, count, "mooncake", given))),
         }
-        for mode, (threads, row) in _MODES.items():
-            client = _OwnClient(library, master)
+        for mode, (threads, row, sessions) in _MODES.items():
+            client = _OwnClient(library, master, sessions=sessions, summed=mode == _SUMMED)
             plain = PlainClient(nbytes, count, threads, row, client.put, client.get, client.remove)
             contestants[mode] = stack.enter_context(contextlib.closing(plain))
         found = compare(contestants, rounds, lambda text: print(f"{size_name(nbytes)}: {text}", file=sys.stderr))
     for task, what in (("store", "put"), ("load", "get")):
         speeds = {name: [sample.speed for sample in tasks[task]] for name, tasks in found.items()}
         ours, whole = speeds.pop("kvtide"), speeds.pop("store")
-        best = max(speeds, key=lambda mode: statistics.median(speeds[mode]))
+        best = max(speeds.keys() - {_SUMMED}, key=lambda mode: statistics.median(speeds[mode]))
         cpu = {name: statistics.median(s.cpu_per_gb for s in tasks[task]) for name, tasks in found.items()}
         yield figure(
             f"mooncake-{what}-{size_name(nbytes)}",

@@ -229,8 +229,7 @@ class Mooncake(Storage, frozen=True):
     threads: Annotated[
         int,
         _plain(
-            "Transfers of Mooncake's library in parallel, each of which keeps a core busy while it waits: at most one "
-            "for each two cores, and of large blocks one at a time; twice as many blocks are verified.",
+            "Calls of Mooncake's library that move bytes at a time; twice as many blocks are verified.",
             ge=1,
             le=256,
         ),

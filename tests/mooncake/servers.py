@@ -21,7 +21,7 @@ _HOLD = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 0, "tcp", "", sys.argv[1])
+code = store.setup(sys.argv[3], "P2PHANDSHAKE", int(sys.argv[2]), 0, "tcp", "", sys.argv[1])
 print(code, flush=True)
 sys.stdin.read()
 os._exit(0)
@@ -93,10 +93,10 @@ class MooncakeMaster(Server):
 
 
 class Holder:
-    """A process that puts ``nbytes`` of memory into the pool."""
+    """A process that puts ``nbytes`` of memory into the pool, at the address ``host``."""
 
-    def __init__(self, master: MooncakeMaster, nbytes: int) -> None:
-        command = [sys.executable, "-c", _HOLD, master.address, str(nbytes)]
+    def __init__(self, master: MooncakeMaster, nbytes: int, host: str = "127.0.0.1") -> None:
+        command = [sys.executable, "-c", _HOLD, master.address, str(nbytes), host]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )

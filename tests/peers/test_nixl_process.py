@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtide.testing.interface import until
+from kvtide.tiers.peers import nixl_process
 from kvtide.tiers.peers.nixl_process import NixlOffer, NixlProcess
 
 _LIBRARY = """
@@ -66,6 +70,38 @@ def test_it_starts_in_a_node_with_many_descriptors(process: NixlProcess) -> None
             stack.callback(os.close, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
         process.start()
         assert process.offer() is not None
+
+
+def test_it_is_not_awaited_by_a_close_that_comes_just_before_it(
+    process: NixlProcess, hold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold.touch()  # it would not start
+    closer = threading.Thread(target=process.close)
+    popen = subprocess.Popen
+
+    def late(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        closer.start()
+        until(lambda: process._closed)
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", late)
+    monkeypatch.setattr(nixl_process, "_SOON", 90.0)
+    starting = ThreadPoolExecutor(1).submit(process.start)
+    with pytest.raises(OSError, match="the node ends"):
+        starting.result(60)
+    closer.join()
+
+
+def test_a_system_without_threads_costs_nixl_alone(process: NixlProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node goes on accepting others, and starts it later."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with closing(process), monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        process.start_soon()
+        assert process.offer() is None
 
 
 @pytest.mark.long

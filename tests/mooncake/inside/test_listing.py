@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -63,6 +64,33 @@ def test_one_that_comes_byte_by_byte_ends_in_time() -> None:
                 listing.result(30)
         finally:
             over.set()
+
+
+def test_keys_of_others_take_no_memory() -> None:
+    others = b"".join(b"other:%064d\n" % number for number in range(10_000))
+
+    def answer(path: str) -> Iterator[bytes]:
+        if path == "/get_all_keys":
+            yield from (others for _ in range(64))  # 45 MB
+            yield b"kvtide:a\nkvtide:b"
+        else:
+            yield b'{"data":{"kvtide:a":{"ok":true,"values":[{"size_":5}]},"kvtide:b":{"ok":false}}}'
+
+    with _admin(answer) as blobs:
+        tracemalloc.start()
+        try:
+            assert list(blobs.list(TIME)) == [("a", 5, 0.0)]
+            assert tracemalloc.get_traced_memory()[1] < 24 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_line_without_an_end_is_an_error() -> None:
+    with (
+        _admin(lambda _: (b"x" * (1 << 20) for _ in range(64))) as blobs,
+        pytest.raises(OSError, match="as expected"),
+    ):
+        list(blobs.list(TIME))
 
 
 @pytest.mark.parametrize("garbage", [b"?", b"[]", b"{}", b'{"data":{"kvtide:a":null}}', b'{"data":{}}'])

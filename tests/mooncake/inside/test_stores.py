@@ -161,6 +161,7 @@ def test_settings_that_mooncake_cannot_keep_are_told(master: MooncakeMaster) -> 
         (f"{master.url}&protocol=rdma", "over tcp alone"),
         (f"{master.url}&sgment=1GiB", "'sgment' is not known"),
         ("http://127.0.0.1:50051", "mooncake://HOST:PORT"),
+        (master.url.replace("://", "://:secret@"), "mooncake://HOST:PORT"),
         ("mooncake://127.0.0.1:one", "cannot be used"),
         (f"{master.url}&segment=much", "not a size"),
     ):

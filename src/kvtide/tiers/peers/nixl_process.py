@@ -114,7 +114,10 @@ class NixlProcess:
             except OSError as e:
                 log.warning("blocks of other nodes are read over TCP: %s", e.strerror or e)
 
-        threading.Thread(target=start, name="kvtide-nixl-start", daemon=True).start()
+        try:
+            threading.Thread(target=start, name="kvtide-nixl-start", daemon=True).start()
+        except RuntimeError:  # the system cannot start more threads: later, perhaps
+            log.warning("blocks of other nodes are read over TCP: there can be no more threads")
 
     def _open_memory(self) -> None:
         if self._descriptor >= 0:
@@ -143,6 +146,8 @@ class NixlProcess:
                 pass_fds=passed,
                 env={k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)} | self._environment,
             )
+        if self._closed:  # ``close`` may have seen no process to kill, and waits for this one
+            raise OSError(errno.ECANCELED, "the node ends")
         control.settimeout(_SOON)
         try:
             answer = control.recv(READY.size + LARGEST_METADATA)

@@ -4,9 +4,10 @@ A blob is one object of Mooncake, whole or not there: an object is found only wh
 itself evicts what does not fit into its segments, and what was evicted is a miss. So its size is the byte budget, and
 there is none of kvtide's.
 
-*Bytes* go between the caller's memory and the other client's segment, without a copy in between, and without the GIL.
-Mooncake copies only whole objects into memory of exactly their size. So the size is asked for first; a part of an
-object, such as the header of a record, is read in a *session*, which takes ranges.
+*Bytes* go between the caller's memory and the other client's segment, without a copy in between, and without the GIL,
+in *sessions*: one is begun and ended for each object, and moves ranges of it in between. The library has calls for
+whole objects too, but those poll until all bytes have come, on a core that the bytes need. It knows sessions by the key
+of the object, so an object has one at a time here. They do not tell its size, which is asked for first.
 
 *Creating.* Of many that begin to write an object Mooncake lets one; the session of the others is refused. Objects made
 so are marked to be never evicted: what was dropped must not be forgotten because blocks need space. They go with the
@@ -26,11 +27,10 @@ import contextlib
 import ctypes
 import errno
 import json
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ import numpy as np
 
 from kvtide.block import Span
 from kvtide.tiers.shared.blobs import Turn
-from kvtide.tiers.shared.mooncake_client import ABSENT, EXISTS, LEASE_ENDED, MooncakeClient, parse_address
+from kvtide.tiers.shared.mooncake_client import ABSENT, EXISTS, LEASE_ENDED, STALLED, MooncakeClient, parse_address
 
 __all__ = ["Mooncake"]
 
@@ -48,16 +48,16 @@ _EMPTY = b"kvtide: an empty blob.\n"
 _NO_RANGES = -702
 """A session's answer for an object that is on a disk alone."""
 _UNKNOWN_SESSION = -600
+_FAILED = -800
 _BUSY = frozenset({-706, -714})
-_OTHER_SIZE = frozenset({-600, -800})
-_REMEMBERED = 1 << 16
 _TRIES = 3
 """How often it is asked where an object is that was written just now."""
 _TOGETHER = 64
-"""Objects in one call, or whose sizes are asked for in one HTTP request."""
-_LARGE = 8 << 20
+"""Objects whose sessions are begun together, or whose sizes are asked for in one HTTP request."""
 _ROW = 16 << 20
-"""A call takes no more objects once it has this many bytes."""
+"""No more sessions are begun together once their objects have this many bytes."""
+_FEW, _PIECE = 4, 8 << 20
+"""Objects, and bytes, that are moved by one call: it moves them one after the other, and each may hang for a while."""
 
 
 class _Part(NamedTuple):
@@ -70,9 +70,31 @@ class _Part(NamedTuple):
     offset: int
 
 
+class _Keys:
+    """Keys of objects that are in use. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._used: set[str] = set()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def alone(self, keys: Collection[str], timeout: float) -> Iterator[None]:
+        """Use objects that nobody else uses meanwhile."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._used.isdisjoint(keys), max(0.0, timeout)):
+                raise TimeoutError(errno.ETIMEDOUT, "another transfer of Mooncake does not end")
+            self._used.update(keys)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used.difference_update(keys)
+                self._changed.notify_all()
+
+
 class Mooncake:
     """The objects of the Mooncake Store at ``url`` whose keys begin with ``folder``; see ``parse_address``. At most
-    ``transfers`` of them move at a time, one for each two cores of this process, and one large one.
+    ``transfers`` calls move them at a time.
 
     Raises ConfigError if Mooncake's client cannot be loaded. The master is reached when it can be. Thread-safe.
     """
@@ -80,15 +102,10 @@ class Mooncake:
     def __init__(self, url: str, *, folder: str = "kvtide", transfers: int = 2) -> None:
         self._prefix = f"{folder}:"
         self._client = MooncakeClient(parse_address(url))
-        self._transfers = threading.Semaphore(max(1, min(transfers, len(os.sched_getaffinity(0)) // 2)))
-        """Held while bytes move: the library polls meanwhile, and calls that wait beside each other on all cores are
-        slower together than one after the other, because the thread that moves the bytes gets none."""
-        self._large = threading.Lock()
-        """Held instead while a large object moves: two of these are slower together."""
-        self._known: dict[str, int] = {}
-        """Sizes of objects that were there. A read into memory of another size than the object's fails."""
-        self._sessions = threading.Lock()
-        """Held while a session is open: the library knows sessions by the key of the object."""
+        self._transfers = threading.Semaphore(transfers)
+        """Held while bytes move."""
+        self._reading, self._writing = _Keys(), _Keys()
+        """Of which objects there are sessions."""
 
     def __repr__(self) -> str:
         return repr(self._client)
@@ -104,11 +121,9 @@ class Mooncake:
     def _read(self, batch: Sequence[tuple[str, Sequence[Span], int]], timeout: float) -> list[int]:
         end = time.monotonic() + timeout
         keys = [self._prefix + name for name, _, _ in batch]
-        likely = self._likely_sizes(keys, [(0 if offset else sum(map(len, spans))) for _, spans, offset in batch])
-        sizes = likely | self._sizes([key for key in dict.fromkeys(keys) if key not in likely], timeout)
+        sizes = self._sizes(list(dict.fromkeys(keys)), timeout)
         counts = [0] * len(batch)
-        whole: list[_Part] = []
-        some: list[_Part] = []
+        parts: list[_Part] = []
         for number, (key, (_, spans, offset)) in enumerate(zip(keys, batch, strict=True)):
             if key not in sizes:
                 counts[number] = -1
@@ -117,33 +132,16 @@ class Mooncake:
             taken = _first(spans, size - offset)
             counts[number] = sum(map(len, taken))
             if counts[number]:
-                part = _Part(number, key, taken, offset)
-                (whole if counts[number] == size else some).append(part)
-        for several, call in ((whole, self._get_whole), (some, self._get_some)):
-            for parts in _apart(several):
-                codes = call(parts, end - time.monotonic())
-                for part, code in zip(parts, codes, strict=True):
-                    if code in _OTHER_SIZE and part.key in likely:
-                        # It may have been removed and stored again: ask for its size. Nothing was read.
-                        self._known.pop(part.key, None)
-                        name, spans, offset = batch[part.number]
-                        counts[part.number] = self._read([(name, spans, offset)], end - time.monotonic())[0]
-                        continue
-                    if code == LEASE_ENDED:  # this process was stopped for a while
-                        (code,) = call([part], end - time.monotonic())
-                    if code in ABSENT:
-                        self._known.pop(part.key, None)
-                        counts[part.number] = -1  # evicted meanwhile
-                    else:
-                        self._client.check(code)
+                parts.append(_Part(number, key, taken, offset))
+        for several in _apart(parts):
+            for part, code in zip(several, self._get(several, end - time.monotonic()), strict=True):
+                if code == LEASE_ENDED:  # this process was stopped for a while
+                    (code,) = self._get([part], end - time.monotonic())
+                if code in ABSENT:
+                    counts[part.number] = -1  # evicted meanwhile
+                else:
+                    self._client.check(code)
         return counts
-
-    def _likely_sizes(self, keys: Sequence[str], rooms: Sequence[int]) -> dict[str, int]:
-        """The sizes that objects had which are to be read whole: a size costs a question. A wrong one makes a read of
-        the whole object fail."""
-        sizes = {key: self._known.get(key, 0) for key in keys}
-        wanted = {key: min(room for other, room in zip(keys, rooms, strict=True) if other == key) for key in sizes}
-        return {key: size for key, size in sizes.items() if 0 < size <= wanted[key]}
 
     def _sizes(self, keys: Sequence[str], timeout: float) -> dict[str, int]:
         """The sizes of those objects that are there."""
@@ -154,7 +152,7 @@ class Mooncake:
                 break
             with self._client.use(max(0.0, end - time.monotonic())) as opened:
                 for key, copies in opened.store.batch_get_replica_desc(asked).items():
-                    sizes[key] = _size(opened.store, key, copies)
+                    sizes[key] = self._size(opened.store, key, copies)
             # Whether the others are missing, or the master did not answer, is not said.
             if time.monotonic() > end:
                 raise TimeoutError(errno.ETIMEDOUT, "the Mooncake master did not answer in time")
@@ -162,13 +160,15 @@ class Mooncake:
                 break
         else:
             raise OSError(errno.EAGAIN, "Mooncake does not say where an object is that it has")
-        self._remember(sizes)
         return sizes
 
-    def _remember(self, sizes: Mapping[str, int]) -> None:
-        if len(self._known) > _REMEMBERED:
-            self._known.clear()
-        self._known.update(sizes)
+    def _size(self, store: Any, key: str, copies: Sequence[Any]) -> int:
+        for copy in copies:
+            if copy.is_memory_replica():
+                memory = copy.get_memory_descriptor().buffer_descriptor
+                self._client.met([memory.transport_endpoint])
+                return int(memory.size)
+        return int(store.get_size(key))
 
     def _exist(self, keys: Sequence[str], timeout: float) -> list[bool]:
         if not keys:
@@ -180,48 +180,44 @@ class Mooncake:
 
     def _is_empty(self, key: str, timeout: float) -> bool:
         memory = memoryview(bytearray(len(_EMPTY)))
-        (code,) = self._get_whole([_Part(0, key, [memory], 0)], timeout)
+        (code,) = self._get([_Part(0, key, [memory], 0)], timeout)
         if code not in ABSENT:
             self._client.check(code)
         return memory == _EMPTY
 
-    def _get_whole(self, parts: Sequence[_Part], timeout: float) -> list[int]:
-        return [code for codes in self._moved("batch_get_into_multi_buffers", parts, timeout) for code in codes]
+    def _get(self, parts: Sequence[_Part], timeout: float) -> list[int]:
+        """Read parts of objects; each object is there once. Returns an answer of the library for each."""
+        end = time.monotonic() + timeout
+        return [code for row in _rows(parts) for code in self._get_row(row, end - time.monotonic())]
 
-    def _get_some(self, parts: Sequence[_Part], timeout: float) -> list[int]:
-        """Read ranges of objects; each object is there once."""
-        with self._turn(self._sessions, timeout):
-            codes = dict(zip([part.key for part in parts], self._begin(parts, timeout), strict=True))
-            ready = [part for part in parts if codes[part.key] == 0]
+    def _get_row(self, parts: Sequence[_Part], timeout: float) -> list[int]:
+        keys = [part.key for part in parts]
+        with self._reading.alone(keys, timeout):
+            began = self._call(timeout, lambda store: store.batch_get_session_start(keys))
+            codes = dict(zip(keys, began, strict=True))
             try:
-                if ready:
-                    codes.update(zip([part.key for part in ready], self._ranges(ready, timeout), strict=True))
+                ready = [part for part in parts if codes[part.key] == 0]
+                codes |= self._moved("batch_get_into_multi_buffer_ranges", ready, timeout)
             finally:
                 # The master is not asked. What stays is replaced by the next session.
                 with contextlib.suppress(OSError), self._client.use(0.0) as opened:
-                    opened.store.batch_get_session_end([part.key for part in parts])
+                    opened.store.batch_get_session_end(keys)
         return [
-            self._get_by_copy(part, timeout) if codes[part.key] == _NO_RANGES else codes[part.key] for part in parts
+            self._get_from_disk(part, timeout) if codes[part.key] == _NO_RANGES else codes[part.key] for part in parts
         ]
 
-    def _begin(self, parts: Sequence[_Part], timeout: float) -> list[int]:
-        return self._call(timeout, lambda store: store.batch_get_session_start([part.key for part in parts]))
-
-    def _ranges(self, parts: Sequence[_Part], timeout: float) -> list[int]:
-        keys = [part.key for part in parts]
-        places = [[_address(span) for span in part.spans] for part in parts]
-        sizes = [[len(span) for span in part.spans] for part in parts]
-        offsets = [_offsets(part.spans, part.offset) for part in parts]
-        return self._call(timeout, lambda store: store.batch_get_into_multi_buffer_ranges(keys, places, sizes, offsets))
-
-    def _get_by_copy(self, part: _Part, timeout: float) -> int:
-        """Read an object that is on a disk of Mooncake, where it has no ranges."""
+    def _get_from_disk(self, part: _Part, timeout: float) -> int:
+        """Read an object that is on a disk of Mooncake: it has no ranges there, and is read whole."""
         size = self._sizes([part.key], timeout).get(part.key)
         if size is None:
             return next(iter(ABSENT))
-        data = np.empty(size, np.uint8)
-        (code,) = self._get_whole([part._replace(spans=[data.data])], timeout)
-        if code >= 0:
+        whole = part.spans
+        if part.offset or sum(map(len, whole)) != size:
+            whole = [np.empty(size, np.uint8).data]
+        places, sizes = [list(map(_address, whole))], [list(map(len, whole))]
+        (code,) = self._call(timeout, lambda store: store.batch_get_into_multi_buffers([part.key], places, sizes))
+        if code >= 0 and whole is not part.spans:
+            data = np.frombuffer(whole[0], np.uint8)
             for span, start in zip(part.spans, _offsets(part.spans, part.offset), strict=True):
                 np.copyto(np.frombuffer(span, np.uint8), data[start : start + len(span)])
         return code
@@ -235,48 +231,54 @@ class Mooncake:
         self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float, turn: Turn = nullcontext
     ) -> list[bool]:
         with turn():
+            end = time.monotonic() + timeout
             wanted = {self._prefix + name: [span for span in spans if span] or [_marker()] for name, spans in batch}
-            parts = [_Part(0, key, spans, 0) for key, spans in wanted.items()]
-            for codes in self._moved("batch_put_from_multi_buffers", parts, timeout):
-                for code in codes:
+            for row in _rows([_Part(0, key, spans, 0) for key, spans in wanted.items()]):
+                for code in self._put(row, end - time.monotonic(), self._client.replication()):
                     if code != EXISTS:
                         self._client.check(code)
         return [True] * len(batch)
 
     def create(self, name: str, data: bytes, timeout: float) -> bool:
-        key, content = self._prefix + name, memoryview(data or _EMPTY)
-        part = _Part(0, key, [content], 0)
-        with self._turn(self._sessions, timeout):
-            (code,) = self._start(key, len(content), timeout)
-            if code == _UNKNOWN_SESSION:  # one that could not be ended
-                self._call(timeout, lambda store: store.batch_put_session_revoke([key]))
-                (code,) = self._start(key, len(content), timeout)
-            if code == EXISTS:
-                return False
-            self._client.check(code)
-            try:
-                (code,) = self._put_ranges(part, timeout)
-                self._client.check(code)
-                (code,) = self._call(timeout, lambda store: store.batch_put_session_end([key]))
-                self._client.check(code)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    self._call(timeout, lambda store: store.batch_put_session_revoke([key]))
-                raise
-        return True
-
-    def _start(self, key: str, nbytes: int, timeout: float) -> list[int]:
         kept = self._client.replication()
         kept.with_hard_pin, kept.replica_num = True, 2
-        return self._call(timeout, lambda store: store.batch_put_session_start([key], [nbytes], kept))
+        part = _Part(0, self._prefix + name, [memoryview(data or _EMPTY)], 0)
+        (code,) = self._put([part], timeout, kept)
+        if code != EXISTS:
+            self._client.check(code)
+        return code != EXISTS
 
-    def _put_ranges(self, part: _Part, timeout: float) -> list[int]:
-        places, sizes = [_address(span) for span in part.spans], [len(span) for span in part.spans]
-        offsets = _offsets(part.spans, part.offset)
-        return self._call(
-            timeout,
-            lambda store: store.batch_put_from_multi_buffer_ranges([part.key], [places], [sizes], [offsets]),
-        )
+    def _put(self, parts: Sequence[_Part], timeout: float, kept: Any) -> list[int]:
+        """Write objects, to be kept so. Returns an answer of the library for each."""
+        sizes = {part.key: sum(map(len, part.spans)) for part in parts}
+        keys = list(sizes)
+
+        def start(some: Sequence[str]) -> dict[str, int]:
+            nbytes = [sizes[key] for key in some]
+            found = self._call(timeout, lambda store: store.batch_put_session_start(some, nbytes, kept))
+            return dict(zip(some, found, strict=True))
+
+        with self._writing.alone(keys, timeout):
+            codes = start(keys)
+            if left := [key for key in keys if codes[key] == _UNKNOWN_SESSION]:  # of one that could not be ended
+                self._revoke(left, timeout)
+                codes |= start(left)
+            ready = [part for part in parts if codes[part.key] == 0]
+            written: list[str] = []
+            try:
+                codes |= self._moved("batch_put_from_multi_buffer_ranges", ready, timeout)
+                if moved := [part.key for part in ready if codes[part.key] >= 0]:
+                    ended = self._call(timeout, lambda store: store.batch_put_session_end(moved))
+                    codes |= zip(moved, ended, strict=True)
+                    written = [key for key in moved if codes[key] >= 0]
+            finally:
+                if failed := [part.key for part in ready if part.key not in written]:
+                    with contextlib.suppress(OSError):
+                        self._revoke(failed, timeout)
+        return [codes[key] for key in keys]
+
+    def _revoke(self, keys: Sequence[str], timeout: float) -> None:
+        self._call(timeout, lambda store: store.batch_put_session_revoke(keys))
 
     def delete(self, names: Sequence[str], timeout: float) -> None:
         keys = [self._prefix + name for name in names]
@@ -286,8 +288,6 @@ class Mooncake:
                     raise OSError(errno.EBUSY, "Mooncake moves or copies an object that is to be removed")
                 if code not in ABSENT:
                     self._client.check(code)
-            for key in keys:
-                self._known.pop(key, None)
 
     def tidy(self, age: float, timeout: float, alive: Callable[[], None]) -> tuple[int, int]:
         """There is nothing unfinished to remove: Mooncake itself discards what a dead writer began."""
@@ -306,29 +306,33 @@ class Mooncake:
         self._client.judge(opened, codes, time.monotonic() - began)
         return codes
 
-    def _moved(self, method: str, parts: Sequence[_Part], timeout: float) -> Iterator[list[int]]:
-        """Move whole objects by that method of the library; yields its answers, a list for each call."""
+    def _moved(self, method: str, parts: Sequence[_Part], timeout: float) -> dict[str, int]:
+        """Move parts of objects that have sessions, by that method of the library; returns its answers by key. Raises
+        TimeoutError if another client does not answer."""
         end = time.monotonic() + timeout
-        for some in _rows(parts):
+        found: dict[str, int] = {}
+        for some in _pieces(parts):
             keys = [part.key for part in some]
             places = [[_address(span) for span in part.spans] for part in some]
             sizes = [[len(span) for span in part.spans] for part in some]
-            with self._turn(self._among(sizes), end - time.monotonic()):
-                codes = self._call(end - time.monotonic(), methodcaller(method, keys, places, sizes))
-            yield codes
-
-    def _among(self, sizes: Sequence[Sequence[int]]) -> threading.Lock | threading.Semaphore:
-        """What is held while bytes of these sizes move."""
-        return self._large if sum(map(sum, sizes)) >= _LARGE else self._transfers
+            offsets = [_offsets(part.spans, part.offset) for part in some]
+            with self._turn(end - time.monotonic()):
+                began = time.monotonic()
+                codes = self._call(end - began, methodcaller(method, keys, places, sizes, offsets))
+            if _FAILED in codes and time.monotonic() - began >= STALLED:
+                # The others may be there too, and would take as long.
+                raise TimeoutError(errno.ETIMEDOUT, "a Mooncake client that has bytes, or is to get them, hangs")
+            found |= zip(keys, codes, strict=True)
+        return found
 
     @contextlib.contextmanager
-    def _turn(self, among: threading.Lock | threading.Semaphore, timeout: float) -> Iterator[None]:
-        if not among.acquire(timeout=max(0.0, timeout)):
+    def _turn(self, timeout: float) -> Iterator[None]:
+        if not self._transfers.acquire(timeout=max(0.0, timeout)):
             raise TimeoutError(errno.ETIMEDOUT, "another transfer of Mooncake does not end")
         try:
             yield
         finally:
-            among.release()
+            self._transfers.release()
 
     # -- listing ------------------------------------------------------------------------------------------
 
@@ -340,7 +344,7 @@ class Mooncake:
         end = time.monotonic() + timeout
         # Others may have keys that cannot be in a URL, or are no text.
         wanted = re.compile(re.escape(self._prefix + prefix).encode() + rb"[\w.-]*")
-        lines = self._client.fetch("/get_all_keys", timeout).split(b"\n")
+        lines = self._client.lines("/get_all_keys", timeout)
         keys = [line.decode() for line in lines if wanted.fullmatch(line)]
         for i in range(0, len(keys), _TOGETHER):
             some = keys[i : i + _TOGETHER]
@@ -387,13 +391,23 @@ def _offsets(spans: Sequence[Span], start: int) -> list[int]:
 
 
 def _rows(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Several objects for each call of the library, or one large one."""
+    """Parts whose sessions are begun together."""
+    return _cut(parts, _TOGETHER, _ROW)
+
+
+def _pieces(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Parts that are moved by one call."""
+    return _cut(parts, _FEW, _PIECE)
+
+
+def _cut(parts: Sequence[_Part], most: int, enough: int) -> Iterator[list[_Part]]:
+    """At most so many together, and no more once they have enough bytes."""
     row: list[_Part] = []
     nbytes = 0
     for part in parts:
         row.append(part)
         nbytes += sum(map(len, part.spans))
-        if nbytes >= _ROW or len(row) >= _TOGETHER:
+        if nbytes >= enough or len(row) >= most:
             yield row
             row, nbytes = [], 0
     if row:
@@ -411,13 +425,6 @@ def _apart(parts: Sequence[_Part]) -> list[list[_Part]]:
         else:
             lists.append([part])
     return lists
-
-
-def _size(store: Any, key: str, copies: Sequence[Any]) -> int:
-    for copy in copies:
-        if copy.is_memory_replica():
-            return int(copy.get_memory_descriptor().buffer_descriptor.size)
-    return int(store.get_size(key))
 
 
 def _listed_size(about: Mapping[str, Any]) -> int | None:

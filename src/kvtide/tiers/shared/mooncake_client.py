@@ -10,8 +10,10 @@ here:
 - *A master that does not answer.* Each call would wait for that deadline. So after a call that could not reach the
   master, no other is made until the master's HTTP server answers; it is asked with growing pauses. The library itself
   recovers from a restarted master. A client that fails again and again although the master answers is opened anew.
-- *A transfer that hangs* is given up by the library after 60 s, but its socket stays open: bytes may still arrive in
-  the caller's memory later. The client is closed then, which ends its sockets, and only after that the call ends.
+- *A transfer that hangs.* One that makes no progress is ended by the library, with its socket; its deadline for that is
+  set to some seconds too. It has none for connecting: see mooncake_connects.py. A call for a whole object, which is
+  made for objects on disks, is given up after 60 s, and its socket stays open: bytes may still arrive in the caller's
+  memory later. The client is closed then, which ends its sockets, and only after that the call ends.
 - *Forks.* In a child the library's threads are missing, and its clean-up at exit would crash. A child ends without it.
 - *Its log* goes to stderr, with a line for every block that is not there. It is switched off, unless MC_LOG_LEVEL or
   MC_LOG_DIR is set.
@@ -36,19 +38,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from kvtide import forks
 from kvtide.errors import ConfigError
+from kvtide.tiers.shared.mooncake_connects import ConnectWatch
 from kvtide.units import parse_size
 
 __all__ = [
     "ABSENT",
     "EXISTS",
     "LEASE_ENDED",
+    "STALLED",
     "MooncakeAddress",
     "MooncakeClient",
     "OpenedStore",
@@ -61,6 +65,8 @@ log = logging.getLogger("kvtide.mooncake")
 ABSENT = frozenset({-704, -703})
 """Answers of the library: there is no such object, or it is not complete yet."""
 EXISTS, LEASE_ENDED = -705, -707
+STALLED = 5.0
+"""Seconds after which a transfer that makes no progress is ended."""
 _UNREACHABLE, _TIMED_OUT = -900, -901
 _CODES = {
     -200: (errno.ENOSPC, "Mooncake has no space: no segment is mounted, or nothing in it can be evicted"),
@@ -78,6 +84,9 @@ _MASTER, _ADMIN = 50051, 9003
 _DEFAULTS = {
     "MC_RPC_TIMEOUT_MS": "5000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": f"{STALLED:.0f}",
+    "MC_TCP_STATUS_TIMEOUT_SEC": f"{STALLED:.0f}",
+    "MC_TCP_LANES_PER_PEER": "2",  # a host that does not answer is given up after so many connections
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # opening is repeated here, without holding the GIL
 }
 """Settings of the library, which are environment variables, where the environment does not have them."""
@@ -99,7 +108,11 @@ _FAILURES = 3
 """A client that failed so often in a row, although the master answers, is opened anew."""
 _PATIENCE = 5.0
 """Seconds that ``close`` waits for calls under way."""
+_PART = 1 << 20
+"""Bytes of an answer over HTTP that are read at a time."""
 _NAME = b"kvtide"
+_HOSTS = 4096
+"""Hosts of the pool that are remembered."""
 
 
 class MooncakeAddress(NamedTuple):
@@ -147,7 +160,7 @@ def parse_address(url: str) -> MooncakeAddress:
         )
     except (ValueError, ConfigError) as e:
         raise ConfigError(f"{wrong}, which cannot be used: {e}") from e
-    if parts.scheme != "mooncake" or not host or parts.path.strip("/") or parts.username or parts.fragment:
+    if parts.scheme != "mooncake" or not host or parts.path.strip("/") or "@" in parts.netloc or parts.fragment:
         raise ConfigError(f"{wrong}; it must be mooncake://HOST:PORT, where PORT is the rpc_port of the master")
     if (protocol := given.pop("protocol", "tcp")) != "tcp":
         raise ConfigError(f"{wrong}: protocol is {protocol!r}, but kvtide reads and writes Mooncake over tcp alone")
@@ -176,12 +189,16 @@ class MooncakeClient:
         """Calls in a row that could not reach the master."""
         self._trial: subprocess.Popen[bytes] | None = None
         """The process that opens a client, to see whether that can be done."""
+        self._hosts: set[str] = set()
+        """Hosts that have or had memory of the pool."""
+        self._connects = ConnectWatch(self._known_hosts)
         self._thread = threading.Thread(target=self._run, name="kvtide-mooncake", daemon=True)
         atexit.register(self._exit)
         try:
             self._thread.start()
         except BaseException:
             atexit.unregister(self._exit)
+            self._connects.close()
             raise
 
     def __repr__(self) -> str:
@@ -207,11 +224,23 @@ class MooncakeClient:
                 raise type(why)(*why.args) if why is not None else OSError(*_CODES[_UNREACHABLE])
             opened.users += 1
         try:
-            yield opened
+            with self._connects.call():
+                yield opened
         finally:
             with self._changed:
                 opened.users -= 1
                 self._changed.notify_all()
+
+    def met(self, endpoints: Iterable[str]) -> None:
+        """These addresses (HOST:PORT) have memory of the pool."""
+        if len(self._hosts) > _HOSTS:
+            self._hosts = set()
+        self._hosts.update(endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints)
+
+    def _known_hosts(self) -> Collection[str]:
+        with contextlib.suppress(OSError):
+            self.met(self.fetch("/get_all_segments", _PROBE).decode(errors="replace").split())
+        return list(self._hosts)
 
     def replication(self) -> Any:
         """How an object is to be kept, to be filled in."""
@@ -262,19 +291,31 @@ class MooncakeClient:
 
     def fetch(self, path: str, timeout: float) -> bytes:
         """What the master's HTTP server answers. Raises OSError."""
+        return b"".join(self._parts(path, timeout))
+
+    def lines(self, path: str, timeout: float) -> Iterator[bytes]:
+        """The lines of what the master's HTTP server answers, which may be more than this process has memory for.
+        Raises OSError."""
+        rest = b""
+        for part in self._parts(path, timeout):
+            *whole, rest = (rest + part).split(b"\n")
+            yield from whole
+            if len(rest) > _PART:
+                raise OSError(errno.EIO, "the HTTP server of the Mooncake master does not answer as expected")
+        yield rest
+
+    def _parts(self, path: str, timeout: float) -> Iterator[bytes]:
         end = time.monotonic() + timeout
         connection = http.client.HTTPConnection(self.address.admin_host, self.address.admin_port, timeout=timeout)
         try:
             connection.request("GET", path)
-            parts = []
             with connection.getresponse() as answer:
-                while part := answer.read1(1 << 20):  # ``read`` would wait for all of them, and ``timeout`` for each
-                    parts.append(part)
+                if answer.status != 200:
+                    raise OSError(errno.EIO, f"the HTTP server of the Mooncake master answered {answer.status}")
+                while part := answer.read1(_PART):  # ``read`` would wait for all of them, and ``timeout`` for each
+                    yield part
                     if time.monotonic() > end:
                         raise TimeoutError(*_CODES[_TIMED_OUT])
-            if answer.status != 200:
-                raise OSError(errno.EIO, f"the HTTP server of the Mooncake master answered {answer.status}")
-            return b"".join(parts)
         except TimeoutError:
             raise TimeoutError(*_CODES[_TIMED_OUT]) from None
         except (http.client.HTTPException, ConnectionError) as e:
@@ -295,7 +336,7 @@ class MooncakeClient:
                 opened = self._opened
             try:
                 self.fetch("/health", _PROBE)
-                fresh = opened or self._open()
+                new = self._open() if opened is None else None
             except Exception as e:  # noqa: BLE001 - whatever the library raises: the thread must go on
                 self._report(e)
                 with self._changed:
@@ -306,11 +347,19 @@ class MooncakeClient:
                 pause = min(2 * pause, _PAUSES[1])
                 continue
             pause, self._told = _PAUSES[0], False
-            with self._changed:
-                self._why, self._doubted, self._tried = None, False, True
-                if opened is None:
-                    self._opened = fresh
-                self._changed.notify_all()
+            if (unwanted := self._reached(new)) is not None:
+                self._shut(unwanted)
+            else:
+                self._known_hosts()  # now: the master forgets those that vanish
+
+    def _reached(self, new: OpenedStore | None) -> OpenedStore | None:
+        """The master answers, and ``new`` was opened if there was none. Returns it if ``close`` did not wait for it."""
+        with self._changed:
+            self._why, self._doubted, self._tried = None, False, True
+            if new is not None and not self._closed:
+                self._opened, new = new, None
+            self._changed.notify_all()
+        return new
 
     def _report(self, e: Exception) -> None:
         if not self._told and not self._closed:  # ``close`` ends the trial
@@ -365,6 +414,8 @@ class MooncakeClient:
             hanging = opened is not None and not self._changed.wait_for(lambda: not opened.users, _PATIENCE)
         if opened is not None and not hanging:
             self._shut(opened)
+        if not hanging:  # else it helps those calls to end
+            self._connects.close()
         if hanging or self._thread.is_alive():
             _leave_at_once()
 
