@@ -58,6 +58,9 @@ from kvtide.transfer.cold_tier import ColdTier
 __all__ = ["AskedBlock", "PeerBlocks", "SentBlock", "host_of"]
 
 _PART = 8
+_MEMORY, _DISK = 1 / 4, 3 / 8
+"""Parts of ``peers.timeout`` after which an answer does not wait for memory, and for blocks on disk. An asker has two
+requests under way, and that long for both."""
 
 
 class AskedBlock(NamedTuple):
@@ -277,8 +280,8 @@ class PeerBlocks:
         served = asked[: max(1, self._budget.largest // footprint)]
         rest = [_BUSY] * (len(asked) - len(served))
         who, nbytes = host_of(asker.peer), len(served) * footprint
-        end = time.monotonic() + self._timeout / 2
-        if not self._budget.take(who, nbytes, self._timeout / 4):
+        end = time.monotonic() + _DISK * self._timeout
+        if not self._budget.take(who, nbytes, _MEMORY * self._timeout):
             yield [_BUSY] * len(asked)
             return
         with contextlib.ExitStack() as stack:

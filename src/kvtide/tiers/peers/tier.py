@@ -72,6 +72,7 @@ _SCRATCH = 64 << 20
 """Bytes of memory for decompressing blocks, or what one block needs. It is freed when nothing is read."""
 
 
+_BUSY = "the node is busy"
 _HIT = int(Presence.HIT)
 _FOUND: Callable[[tuple[object, ...]], FoundBlock] = functools.partial(tuple.__new__, FoundBlock)
 """Makes the entry of a block from its fields, without a call of Python code: a lookup makes hundreds."""
@@ -386,13 +387,15 @@ class PeerTier(ReadOnlyTier):
             return
         checksum, covered = xxh3_128(), 0
         """Of so many bytes of the block that is arriving, if it comes in several pieces."""
-        requests = _within(worker.link, [block for _, block in wanted])
+        busy, asked = False, 0
+        requests = _within(worker.link, [block for _, block in wanted], lambda: busy)
         names = run[numbers[0]].identity
         reading = worker.link.read(names, requests, lambda: worker.stopped is run, compressed=compressed)
         with closing(reading) as arrivals:
             for number, presence, nbytes, complete in arrivals:
                 self._availability.answered()
                 i, block = wanted[number]
+                asked = number + 1
                 if not complete or covered:
                     checksum.update(block.payload[covered:nbytes])
                     covered = nbytes
@@ -400,7 +403,8 @@ class PeerTier(ReadOnlyTier):
                     continue
                 try:
                     if presence is Presence.BUSY:
-                        raise OSError(errno.EBUSY, "the node is busy")
+                        busy = True
+                        raise OSError(errno.EBUSY, _BUSY)
                     if presence is Presence.MISS:
                         raise Rejected(Reason.GONE)
                     if nbytes < len(block.payload):
@@ -420,6 +424,11 @@ class PeerTier(ReadOnlyTier):
                     checksum.reset()
                     covered = 0
                 yield i, size
+        if asked < len(wanted):
+            refused = OSError(errno.EBUSY, _BUSY)
+            self._counters.failed("read", refused, len(wanted) - asked)
+            for i, _ in wanted[asked:]:
+                yield i, size_for(refused)
 
     def _check(self, who: Identity) -> None:
         """Raises Rejected for a tenant whose key was destroyed."""
@@ -435,14 +444,17 @@ class PeerTier(ReadOnlyTier):
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
 
 
-def _within(link: PeerLink, blocks: Sequence[WantedBlock]) -> Iterator[list[WantedBlock]]:
-    """Divide blocks into requests, each within the credit that the other node grants when it is connected."""
+def _within(link: PeerLink, blocks: Sequence[WantedBlock], busy: Callable[[], bool]) -> Iterator[list[WantedBlock]]:
+    """Divide blocks into requests, each within the credit that the other node grants when it is connected. No more when
+    it is ``busy``: it says so only after it has waited, and would do that for each."""
     some: list[WantedBlock] = []
     nbytes = 0
     for block in blocks:
         size = len(block.payload)
         if some and (len(some) == link.credit.blocks or nbytes + size > link.credit.nbytes):
             yield some
+            if busy():
+                return
             some, nbytes = [], 0
         some.append(block)
         nbytes += size
