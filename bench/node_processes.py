@@ -2,7 +2,7 @@
 
 The bare stream moves the same bytes between as many processes over as many connections: a request of 16 bytes for each
 8 MiB (or block, if that is larger), the bytes in one ``sendmsg``, and ``recvmsg_into`` with MSG_WAITALL. It computes no
-checksum, or, on both ends, those that records need: XXH3-128 of every section.
+checksum, or, on both ends, what records need: XXH3-128 of every block.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def _filled(sock: socket.socket, span: memoryview) -> None:
         span = span[count:]
 
 
-def _checksum(span: memoryview, section: int) -> None:
-    for i in range(0, len(span), section):
-        xxh3_128_digest(span[i : i + section])
+def _checksum(span: memoryview, nbytes: int) -> None:
+    for i in range(0, len(span), nbytes):
+        xxh3_128_digest(span[i : i + nbytes])
 
 
 def _context(folder: str, side: int) -> ssl.SSLContext:
@@ -243,7 +243,6 @@ def send_stream(pipe: Connection, folder: str, tls: bool, nbytes: int, count: in
     sources = block_sources(nbytes)
     for i in range(count):
         np.frombuffer(blocks, np.uint8)[i * nbytes : (i + 1) * nbytes] = sources[i % 4]
-    section = identity_of(nbytes).geometry.section
     listener = socket.create_server(("127.0.0.1", 0))
 
     def send(sock: socket.socket) -> None:
@@ -256,7 +255,7 @@ def send_stream(pipe: Connection, folder: str, tls: bool, nbytes: int, count: in
                 start, size = _REQUEST.unpack(request)
                 part = blocks[start : start + size]
                 if checked:
-                    _checksum(part, section)
+                    _checksum(part, nbytes)
                 if tls:
                     sock.sendall(part)
                 else:
@@ -286,7 +285,7 @@ def receive_stream(
     """A bare receiver. To ("read", n): the start and the end of receiving the first n blocks."""
     blocks = aligned(nbytes * count)
     np.frombuffer(blocks, np.uint8)[:] = 1
-    section, step = identity_of(nbytes).geometry.section, max(nbytes, _CALL)
+    step = max(nbytes, _CALL)
     expected = bytes(block_sources(nbytes)[0][:64])
     sockets = []
     for _ in range(connections):
@@ -311,7 +310,7 @@ def receive_stream(
                 part = blocks[start : start + size]
                 _filled(sock, part)
                 if checked:
-                    _checksum(part, section)
+                    _checksum(part, nbytes)
 
         threads = [threading.Thread(target=work, args=(sock,)) for sock in sockets]
         began = time.perf_counter()

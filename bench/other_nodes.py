@@ -125,7 +125,7 @@ def _figures(
         reference=allowed,
         bar=1.0,
         command=settings.command,
-        note=f"both sides together; the bare stream: {costs[0]:.2f}, with XXH3-128 of every section on both ends: "
+        note=f"both sides together; the bare stream: {costs[0]:.2f}, with XXH3-128 of every block on both ends: "
         f"{costs[1]:.2f}",
     )
 

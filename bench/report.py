@@ -62,7 +62,7 @@ PARTS = {
     "open": "Opening an NVMe tier of a million small blocks, by its journal, and by the headers when that is lost.",
     "node": "The store in a process of its own, through its socket; its memory is mapped by both. A step is a message "
     "with all that an engine asks and gives back at a time.",
-    "peers": "Blocks read from another node's memory over loopback, every section verified, and blocks looked up at "
+    "peers": "Blocks read from another node's memory over loopback, every block verified, and blocks looked up at "
     "three nodes. The bare stream moves the same bytes between as many processes, in one call for each 8 MiB. Mooncake "
     "is measured over TCP in a network namespace that has only loopback, in the same rounds as ours.",
     "directory": "The directory of a cluster in a Valkey on this machine: 512 blocks looked up, its memory, and "

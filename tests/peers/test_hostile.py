@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -28,6 +29,7 @@ from kvtide.tiers.peers.protocol import Operation, Presence, RequestCredit, Viol
 from kvtide.tiers.peers.tcp import Tcp
 from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
+from tests.node import host
 from tests.peers.fake_server import FakeServer
 from tests.peers.nodes import Stores
 
@@ -327,6 +329,26 @@ def test_a_lie_about_the_shape_gets_nothing(served: tuple[Store, PeerServer, Ses
     store, server, session = served
     with closing(Asker(server, store)) as asker:
         assert asker.read(p.parse_identity(changed(**numbers)), digests(session)[0])[0] == Presence.MISS
+
+
+def test_lies_about_the_shape_of_a_block_on_disk_take_no_memory(stores: Stores, tmp_path: Path) -> None:
+    """Each is about another number of sections, up to the most."""
+    disk = {"path": str(tmp_path / "tier"), "budget": "64MiB", "segment": "16MiB", "store": "through"}
+    tiers = {"nvme": disk, "dram": {"budget": "1GiB", "segment": "1MiB"}, "peers": {"timeout": 30.0}}
+    store, _ = stores.serving(**tiers)
+    with store.session(MODEL) as session:
+        session.store(TOKENS, data(PLAIN, TOKENS))
+        assert store.flush(30)
+    store.close()
+    store, server = stores.serving(**tiers)  # in memory there is nothing
+    with store.session(MODEL) as session, closing(Asker(server, store)) as asker:
+        name = digests(session)[0]
+        before = host.resident(os.getpid())
+        for number in range(1, 25):
+            who = p.parse_identity(changed(sections=(1 << 16) - number, section=1))
+            assert asker.read(who, name, number=number)[0] == Presence.MISS
+        assert host.resident(os.getpid()) - before < 64 << 20
+        assert asker.read(WHO, name, number=99)[0] == Presence.HIT
 
 
 @pytest.mark.parametrize("sections", [(0, 5), (4, 1), (1, p.ALL), (3, 2), (0xFFFFFFFF, 1)])

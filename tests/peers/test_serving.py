@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from kvtide.block import BlockKey, Group, Kind
 from kvtide.index.index import ABSENT, DRAM, SEALED
 from kvtide.peers.server import PeerServer
 from kvtide.store.outgoing import Contents, OutgoingAnswer, OutgoingBlocks
-from kvtide.testing.blocks import content, identity
+from kvtide.testing.blocks import aligned, content, identity
+from kvtide.testing.caller import CallerAnswer
 from kvtide.testing.interface import OTHER_TENANT, SIZE, until
-from kvtide.tiers.base import Identity
+from kvtide.tiers.base import Identity, Read, ReadResult
 from kvtide.tiers.peers.greeting import ask_in, received
 from kvtide.tiers.peers.protocol import ALL, ITEM, PART, REPLY, REQUEST, Operation, Presence, pack_identity
+from kvtide.tiers.peers.tier import PeerTier
 from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
 from tests.peers.nodes import Stores
@@ -278,3 +281,50 @@ def test_a_drop_does_not_wait_for_a_disk_that_hangs_under_an_answer(
             received(asker, REPLY.size)
         ended[0]()
         until(lambda: server.statistics().bytes_held == 0)
+
+
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_a_node_that_is_busy_for_many_requests_is_not_taken_for_one_that_is_away(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It says that it is busy only after it has waited for memory, or for its disk: a reader does not ask on."""
+    stores.peers["timeout"] = 4.0
+    disk = {"path": str(tmp_path / "tier"), "budget": "1GiB", "segment": "64MiB", "store": "through"}
+    store, server = stores.serving(nvme=disk, dram={"budget": "48MiB", "segment": "16MiB"})
+    layout = Layout((Group("full", Kind.FULL, 16, 8, 32, "float32", page=SIZE),), block_tokens=256)
+    model, who, size = Model(layout, "given:busy"), identity(layout, weights="given:busy"), 8 << 20
+    assert layout.geometry["full"].footprint == size == server._blocks.credit.nbytes, "a request for each"
+    index, nvme, ended = store.index, store.main.nvme, list[Callable[[], None]]()
+    assert nvme is not None
+
+    def hang(items: Sequence[object], done: Callable[[Sequence[bool]], None], stale: object) -> None:
+        ended.append(lambda: done([False] * len(items)))
+
+    with store.session(model) as session, monkeypatch.context() as patch:
+        chain = session.chain([7] * 256 * 5)
+        keys = [BlockKey(bytes(digest) + who.group) for digest in chain.digests]
+        session.store(chain, [content(b"%d" % n, size) for n in range(5)])
+        assert store.flush(30)
+        others = itertools.count(1000)
+
+        def on_disk_alone() -> bool:
+            session.store([next(others)] * 256, [content(b"x", size)])
+            assert store.flush(30)
+            rows = index.rows(keys)
+            assert (index.state[_NVME][rows] == SEALED).all()
+            return bool((index.state[DRAM][rows] == ABSENT).all())
+
+        if what == "memory":
+            assert server._blocks._budget.take("another host", 1 << 40, 0)
+        else:
+            until(on_disk_alone)
+            patch.setattr(nvme.lane, "read", hang)
+        trust = PeerTrust(store.config.peers, store.config.security)
+        with closing(PeerTier(server.address, trust, connections=1, timeout=4.0)) as tier:
+            answer: CallerAnswer[ReadResult] = CallerAnswer(len(keys))
+            tier.read([Read(key, who, 0, aligned(size)) for key in keys], answer)
+            assert True not in answer.wait()
+            assert dict(tier.statistics().reasons) == {"read: the node is busy": 5}
+            assert not tier.away
+        for end in ended:
+            end()

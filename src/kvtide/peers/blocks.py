@@ -27,28 +27,40 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from kvtide.block import DIGEST, BlockKey, Span
+from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.index.index import DRAM, SEALED, Index, Rows
 from kvtide.store.outgoing import Contents, OutgoingAnswer, OutgoingBlocks
 from kvtide.store.partition import NVME, Partition
 from kvtide.store.store import Store
 from kvtide.tiers.base import Identity, Read, ReadResult, Write
 from kvtide.tiers.format.encryption import Encryption
-from kvtide.tiers.format.packer import Packer, header_of
+from kvtide.tiers.format.packer import Packer
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.format.scratch import Scratch
-from kvtide.tiers.peers.protocol import ALL, MOST_CREDIT, LocatedBlocks, Presence, RequestCredit
+from kvtide.tiers.peers.protocol import (
+    ALL,
+    LARGEST_BLOCK,
+    MOST_CREDIT,
+    LocatedBlocks,
+    Presence,
+    RequestCredit,
+    as_sent,
+)
 from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.transfer.cold_tier import ColdTier
 
 __all__ = ["AskedBlock", "PeerBlocks", "SentBlock", "host_of"]
 
 _PART = 8
+_MEMORY, _DISK = 1 / 4, 3 / 8
+"""Parts of ``peers.timeout`` after which an answer does not wait for memory, and for blocks on disk. An asker has two
+requests under way, and that long for both."""
 
 
 class AskedBlock(NamedTuple):
@@ -262,14 +274,14 @@ class PeerBlocks:
         """Records of blocks, which stay as they are inside the ``with``. ``spare``: bytes of memory that it takes to
         compress them, if that is wanted; they count like those of blocks."""
         footprint = identity.geometry.footprint
-        if footprint > self._store.config.dram.budget:  # no such block is there
+        if footprint > min(self._store.config.dram.budget, LARGEST_BLOCK):  # no such block is there, or none is sent
             yield [_MISS] * len(asked)
             return
         served = asked[: max(1, self._budget.largest // footprint)]
         rest = [_BUSY] * (len(asked) - len(served))
         who, nbytes = host_of(asker.peer), len(served) * footprint
-        end = time.monotonic() + self._timeout / 2
-        if not self._budget.take(who, nbytes, self._timeout / 4):
+        end = time.monotonic() + _DISK * self._timeout
+        if not self._budget.take(who, nbytes, _MEMORY * self._timeout):
             yield [_BUSY] * len(asked)
             return
         with contextlib.ExitStack() as stack:
@@ -319,11 +331,12 @@ class PeerBlocks:
         """The answers for blocks: records of those that were leased, BUSY for ``late``, and misses."""
         sent = [_BUSY if i in late else _MISS for i in range(len(asked))]
 
-        def made(i: int) -> Span:
-            write = leased.writes[i]
-            page = packer.header.get(header_of(write))
-            packer.pack(write).name(page, 0, self._store.clock.time())
-            if (contents := leased.contents.get(i)) is not None:
+        def made(write: Write, first: int, payload: Span, contents: Contents | None) -> Span:
+            page = packer.header.get(ALIGN)
+            identity = replace(write.identity, geometry=as_sent(len(payload)))
+            packed = packer.pack(structs.replace(write, identity=identity, span=payload))
+            packed.name(page, first, self._store.clock.time())
+            if contents is not None:
                 outgoing.remember(answer, write.key, contents, page.tobytes())
             return page
 
@@ -331,12 +344,14 @@ class PeerBlocks:
             geometry = write.identity.geometry
             first, count = asked[i].first, asked[i].sections
             wanted = range(geometry.sections) if count == ALL else range(first, first + count)
-            if wanted.stop > geometry.sections or (count == ALL and first):
+            if not wanted or wanted.stop > geometry.sections or (count == ALL and first):
                 continue
             payload = write.span[wanted.start * geometry.stride : wanted.stop * geometry.stride]
-            contents = leased.contents.get(i)
+            # The header covers what is sent: only that of a whole block is remembered.
+            contents = leased.contents.get(i) if len(payload) == geometry.footprint else None
             known = None if contents is None else outgoing.header(write.key, contents)
-            sent[i] = SentBlock(Presence.HIT, payload, header_of(write), known, functools.partial(made, i))
+            make = functools.partial(made, write, first, payload, contents)
+            sent[i] = SentBlock(Presence.HIT, payload, ALIGN, known, make)
         return sent
 
     def _lease(

@@ -421,13 +421,14 @@ def sound(
     ``check_table`` and ``verify`` for the usual record. For any other record, and for a bad one, the result is False,
     and those functions tell why. ``page`` is the header alone.
     """
-    usual = plain(geometry, len(page))
     head = page.tobytes()
-    if head[:16] != usual.start or xxh3_128_digest(head[:16] + _ZEROS + head[32:]) != head[16:32]:
-        return False
     count = geometry.sections
     sequence, key, *rest = names
+    # First of all, since the geometry may be another node's lie, and ``plain`` makes and keeps much for many sections.
     if _NAMES.unpack_from(head, _CLEAR.size) != (sequence, 0, count, 0, key.ljust(48, b"\0"), *rest):
+        return False
+    usual = plain(geometry, len(page))
+    if head[:16] != usual.start or xxh3_128_digest(head[:16] + _ZEROS + head[32:]) != head[16:32]:
         return False
     return head[TABLE : TABLE + count * SECTION.itemsize] == section_table(payload, usual, known)
 
@@ -449,11 +450,13 @@ def check_table(header: Header, first: int, geometry: Geometry, room: int) -> No
     A header's checksum guards against accidents, not against a faulty writer.
     """
     table = header.sections
+    if len(table) != geometry.sections:
+        raise NotForAsker(Reason.ANOTHER_LAYOUT)
     usual = plain(geometry, first)
     places = np.frombuffer(table, "V16")[0::2].tobytes()
     if header.codec == 0 and places == b"".join(usual.table) and first + geometry.footprint <= room:
         return
-    if len(table) != geometry.sections or (table["raw"] != geometry.section).any():
+    if (table["raw"] != geometry.section).any():
         raise NotForAsker(Reason.ANOTHER_LAYOUT)
     offsets, stored = table["offset"], table["stored"]
     ends = offsets.astype(np.int64) + (stored.astype(np.int64) + ALIGN - 1) // ALIGN * ALIGN

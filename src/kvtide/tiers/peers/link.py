@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtide.block import DIGEST, BlockKey, Span
+from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.errors import ConfigError
 from kvtide.tiers.base import Identity
 from kvtide.tiers.peers.availability import OtherNode, OwnAddress
@@ -65,7 +65,7 @@ class WantedBlock(NamedTuple):
     sections: range | None
     """None: all."""
     header: Span
-    """As long as the header of its record."""
+    """As long as the header of its record may be. That of one that is not compressed has ``ALIGN`` bytes."""
     payload: Span
     """As long as the sections."""
 
@@ -218,7 +218,7 @@ class PeerLink:
             raise PeerViolation(Violation.GARBAGE)
         parts = list(PART.iter_unpack(received(connection, size)))
         for block, (presence, header, payload) in zip(blocks, parts, strict=True):
-            expected = (len(block.header), len(block.payload)) if presence == Presence.HIT else (0, 0)
+            expected = (ALIGN, len(block.payload)) if presence == Presence.HIT else (0, 0)
             if presence > Presence.BUSY or (header, payload) != expected:
                 raise PeerViolation(Violation.GARBAGE)
         into: list[Span] = []
@@ -229,7 +229,7 @@ class PeerLink:
             if presence != Presence.HIT:
                 arrived.append(Arrival(number, Presence(presence), 0, complete=True))
                 continue
-            into.append(block.header)
+            into.append(block.header[:ALIGN])
             for start in range(0, nbytes, _PIECE):
                 piece = block.payload[start : start + _PIECE]
                 if size + len(piece) > _PIECE:
@@ -256,10 +256,11 @@ class PeerLink:
             if presence in (Presence.MISS, Presence.BUSY) and not header and not nbytes:
                 yield Arrival(number, Presence(presence), 0, complete=True)
                 continue
-            least = 1 if block.sections is None else len(block.payload)
-            if presence != Presence.HIT or header != len(block.header) or not least <= nbytes <= len(block.payload):
+            small = 0 < nbytes < len(block.payload) and block.sections is None
+            expected = len(block.header) if small else ALIGN
+            if presence != Presence.HIT or header != expected or not (small or nbytes == len(block.payload)):
                 raise PeerViolation(Violation.GARBAGE)
-            connection.receive([block.header, block.payload[:nbytes]])
+            connection.receive([block.header[:header], block.payload[:nbytes]])
             yield Arrival(number, Presence.HIT, nbytes, complete=True)
 
     def _ask(self, connection: PeerConnection, operation: Operation, items: int, body: bytes) -> int:

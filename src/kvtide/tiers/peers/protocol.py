@@ -13,9 +13,11 @@ and the server answers them in order::
                                      or, for each block, part and record (READ_COMPRESSED)
 
 Blocks are named by digests, which nobody can make without the tenant's naming secret. A request is about blocks of one
-identity, and an answer says for each block no more than that it is there or is not. A record is the header and the
-sections that a tier on disk would store (``tiers/format/record.py``), not encrypted, and uncompressed unless the asker
-wants otherwise: the reader checks key, owner, layout and every checksum before it uses a byte.
+identity, and an answer says for each block no more than that it is there or is not. A record has the format of those on
+disk (``tiers/format/record.py``), and is not encrypted. Its table has a single section, which is all that was asked for
+of the block (``as_sent``), and its sequence number is the number of the first of the block's sections that are in it. A
+compressed record has the block's own table, and sequence number 0. The reader checks key, owner, layout and checksums
+before it uses a byte.
 
 A member of a cluster is asked at the address that the directory says, and whoever can write there could say another
 one, and pass on the greeting of the node. So the proofs cover that address then: both sides must mean the same.
@@ -34,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.block import DIGEST, Geometry
+from kvtide.block import ALIGN, DIGEST, Geometry
 from kvtide.tiers.base import Identity
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "HELLO",
     "IDENTITY",
     "ITEM",
+    "LARGEST_BLOCK",
     "LARGEST_BODY",
     "MOST_CREDIT",
     "NEWEST",
@@ -64,6 +67,7 @@ __all__ = [
     "RequestCredit",
     "Violation",
     "Welcome",
+    "as_sent",
     "pack_identity",
     "pack_located",
     "parse_identity",
@@ -98,10 +102,12 @@ section, bytes of an element."""
 ITEM = struct.Struct(f"<{DIGEST}sII")
 """Of READ: digest, first section, number of sections (``ALL``: all)."""
 PART = struct.Struct("<B3xIQ")
-"""Of READ: presence, bytes of the header, bytes of the sections that follow. Of READ_COMPRESSED: these are as stored,
-and less than as many as the block has if they are compressed."""
+"""Presence, bytes of the header, bytes of the sections that follow. Of READ_COMPRESSED: fewer than the block has if
+they are compressed."""
 ALL = 0xFFFFFFFF
 _KEYS, _BLOCKS, _BYTES, _MOST_BYTES = 1024, 64, 8 << 20, 32 << 20
+LARGEST_BLOCK = (1 << 32) - ALIGN
+"""The most bytes of a block that is sent: the table of its record has 32 bits for them."""
 LARGEST_BODY = IDENTITY.size + _KEYS * max(DIGEST, ITEM.size)
 """The most bytes that may follow a request."""
 
@@ -211,6 +217,12 @@ class Part(NamedTuple):
     presence: Presence
     header: int = 0
     payload: int = 0
+
+
+def as_sent(nbytes: int) -> Geometry:
+    """The shape of a record with that many bytes of a block: one section, since one checksum over all bytes takes less
+    time than one for each section, and does not hold the interpreter."""
+    return Geometry(1, nbytes)
 
 
 def pack_identity(identity: Identity) -> bytes:

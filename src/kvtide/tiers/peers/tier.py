@@ -25,11 +25,13 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
+from xxhash import xxh3_128
 
 from kvtide import forks
-from kvtide.block import DIGEST, BlockKey, Span
+from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
 from kvtide.serial_executor import SerialExecutor
 from kvtide.tiers.base import (
@@ -44,13 +46,13 @@ from kvtide.tiers.counters import TierCounters, bytes_read, read_results, size_f
 from kvtide.tiers.format.encryption import OPEN, Encryption
 from kvtide.tiers.format.packer import Packer, usual_header
 from kvtide.tiers.format.reason import Reason
-from kvtide.tiers.format.record import FLAG_SEALED, Rejected, checksums, plain, recognise, sound
+from kvtide.tiers.format.record import FLAG_SEALED, Rejected, recognise, sound
 from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.peers.availability import Availability, OtherNode
 from kvtide.tiers.peers.compression import CompressionChoice, ReadEnd
 from kvtide.tiers.peers.endings import REMEMBERED, Endings
 from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
-from kvtide.tiers.peers.protocol import SLOWEST, LocatedBlocks, Presence
+from kvtide.tiers.peers.protocol import SLOWEST, LocatedBlocks, Presence, as_sent
 from kvtide.tiers.peers.read_only import ReadOnlyTier
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
@@ -58,8 +60,6 @@ from kvtide.tiers.shared.io_jobs import Batch, Jobs
 
 __all__ = ["PeerTier"]
 
-_SEQUENCE = 0
-"""The sequence number of every record that a node sends."""
 _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
 _JOB = 64 << 20
@@ -72,6 +72,7 @@ _SCRATCH = 64 << 20
 """Bytes of memory for decompressing blocks, or what one block needs. It is freed when nothing is read."""
 
 
+_BUSY = "the node is busy"
 _HIT = int(Presence.HIT)
 _FOUND: Callable[[tuple[object, ...]], FoundBlock] = functools.partial(tuple.__new__, FoundBlock)
 """Makes the entry of a block from its fields, without a call of Python code: a lookup makes hundreds."""
@@ -384,22 +385,26 @@ class PeerTier(ReadOnlyTier):
             wanted.append((i, WantedBlock(item.key, item.sections, start, payload)))
         if not wanted:
             return
-        known: list[bytes] = []
-        """The checksums of sections of the block that is arriving."""
-        requests = _within(worker.link, [block for _, block in wanted])
+        checksum, covered = xxh3_128(), 0
+        """Of so many bytes of the block that is arriving, if it comes in several pieces."""
+        busy, asked = False, 0
+        requests = _within(worker.link, [block for _, block in wanted], lambda: busy)
         names = run[numbers[0]].identity
         reading = worker.link.read(names, requests, lambda: worker.stopped is run, compressed=compressed)
         with closing(reading) as arrivals:
             for number, presence, nbytes, complete in arrivals:
                 self._availability.answered()
                 i, block = wanted[number]
+                asked = number + 1
+                if not complete or covered:
+                    checksum.update(block.payload[covered:nbytes])
+                    covered = nbytes
                 if not complete:
-                    if run[i].sections is None:
-                        _verify_more(run[i], block, nbytes, known)
                     continue
                 try:
                     if presence is Presence.BUSY:
-                        raise OSError(errno.EBUSY, "the node is busy")
+                        busy = True
+                        raise OSError(errno.EBUSY, _BUSY)
                     if presence is Presence.MISS:
                         raise Rejected(Reason.GONE)
                     if nbytes < len(block.payload):
@@ -408,32 +413,22 @@ class PeerTier(ReadOnlyTier):
                             self._compressed += nbytes
                             self._uncompressed += len(block.payload)
                     else:
-                        size = self._verified(run[i], block, worker.packer, known)
+                        size = _verified(run[i], block, worker.packer, [checksum.digest()] if covered else [])
                 except Exception as e:  # noqa: BLE001 - see TierCounters
                     self._counters.failed("read", e)
                     if isinstance(e, Rejected):
                         self._miss([run[i].key])
                         worker.broken |= e.reason is not Reason.GONE
                     size = size_for(e)
-                known.clear()
+                if covered:
+                    checksum.reset()
+                    covered = 0
                 yield i, size
-
-    def _verified(self, item: Read, block: WantedBlock, packer: Packer, known: Sequence[bytes]) -> int:
-        """Check a record; returns its bytes. Raises Rejected. The checksums of its first sections may be ``known``."""
-        start, payload = block.header, block.payload
-        _check_start(start, compressed=False)
-        names = item.identity
-        expected = _SEQUENCE, item.key, names.namespace, names.tenant, names.layout
-        if item.sections is None and sound(start, payload, names.geometry, expected, known):
-            return len(payload)
-
-        def fetch(into: Sequence[Span], offset: int) -> int:
-            # The sections that were wanted have arrived already, where they are wanted; nothing else has.
-            return len(payload) if item.sections is not None and len(into[0]) == len(payload) and offset else 0
-
-        got = len(start) + (len(payload) if item.sections is None else 0)
-        room = len(start) + item.identity.geometry.footprint
-        return packer.unpack(item, _SEQUENCE, start, got, room, fetch)
+        if asked < len(wanted):
+            refused = OSError(errno.EBUSY, _BUSY)
+            self._counters.failed("read", refused, len(wanted) - asked)
+            for i, _ in wanted[asked:]:
+                yield i, size_for(refused)
 
     def _check(self, who: Identity) -> None:
         """Raises Rejected for a tenant whose key was destroyed."""
@@ -449,14 +444,17 @@ class PeerTier(ReadOnlyTier):
         self._counters.failed(verb, TimeoutError(errno.ETIMEDOUT, "the node does not answer"), count)
 
 
-def _within(link: PeerLink, blocks: Sequence[WantedBlock]) -> Iterator[list[WantedBlock]]:
-    """Divide blocks into requests, each within the credit that the other node grants when it is connected."""
+def _within(link: PeerLink, blocks: Sequence[WantedBlock], busy: Callable[[], bool]) -> Iterator[list[WantedBlock]]:
+    """Divide blocks into requests, each within the credit that the other node grants when it is connected. No more when
+    it is ``busy``: it says so only after it has waited, and would do that for each."""
     some: list[WantedBlock] = []
     nbytes = 0
     for block in blocks:
         size = len(block.payload)
         if some and (len(some) == link.credit.blocks or nbytes + size > link.credit.nbytes):
             yield some
+            if busy():
+                return
             some, nbytes = [], 0
         some.append(block)
         nbytes += size
@@ -470,6 +468,19 @@ def _check_start(start: Span, *, compressed: bool) -> None:
     sealed, raw = start[12] & FLAG_SEALED, bytes(start[_CODEC]) == b"\0\0"
     if sealed or raw is compressed or recognise(start) != len(start):
         raise Rejected(Reason.CORRUPT_HEADER)
+
+
+def _verified(item: Read, block: WantedBlock, packer: Packer, known: Sequence[bytes]) -> int:
+    """Check a record that is not compressed; returns its bytes. Raises Rejected. Its checksum may be ``known``."""
+    start, payload, names = block.header[:ALIGN], block.payload, item.identity
+    _check_start(start, compressed=False)
+    shape = as_sent(len(payload))
+    first = item.wanted.start
+    if sound(start, payload, shape, (first, item.key, names.namespace, names.tenant, names.layout), known):
+        return len(payload)
+    sent = Read(item.key, replace(names, geometry=shape), item.place, payload)
+    size = len(start) + len(payload)
+    return packer.unpack(sent, first, start, size, size, lambda into, offset: 0)  # says what is wrong
 
 
 def _decompressed(item: Read, block: WantedBlock, packer: Packer, nbytes: int) -> int:
@@ -488,17 +499,9 @@ def _decompressed(item: Read, block: WantedBlock, packer: Packer, nbytes: int) -
         return len(into[0])
 
     try:
-        return packer.unpack(item, _SEQUENCE, start, room, room, fetch)
+        return packer.unpack(item, 0, start, room, room, fetch)
     finally:
         packer.workspace.end()
-
-
-def _verify_more(item: Read, block: WantedBlock, nbytes: int, known: list[bytes]) -> None:
-    """Compute the checksums of further sections of a whole block, of which so many bytes have arrived. The rest of the
-    block is on its way meanwhile."""
-    geometry = item.identity.geometry
-    cuts = plain(geometry, len(block.header)).cuts
-    known += checksums(block.payload, cuts[len(known) : nbytes // geometry.stride])
 
 
 def _places(keys: Sequence[BlockKey]) -> list[int]:
