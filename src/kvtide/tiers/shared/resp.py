@@ -28,8 +28,8 @@ _FIRST, _PARTS = 6, 64
 _DIGITS = 20
 """The most characters of a number: it has 64 bits."""
 _LONGEST, _MOST, _DEEPEST = 64 << 20, 1 << 20, 8
-"""The most that ``reply`` takes: bytes of a value, items of a list, and lists in lists. More is not Valkey's answer to
-anything that is asked here."""
+"""The most that ``reply`` takes: bytes of all values, items of all lists, and lists in lists. More is not Valkey's
+answer to anything that is asked here."""
 
 Reply: TypeAlias = "int | bytes | ValkeyRefused | list[Reply] | None"
 Part = bytes | Span
@@ -67,6 +67,8 @@ class ValkeyConnection:
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
         """The range of the buffer with bytes that were received but not consumed."""
+        self._bytes_left = self._items_left = 0
+        """What the rest of a reply may have."""
 
     def close(self) -> None:
         self._sock.close()
@@ -83,7 +85,11 @@ class ValkeyConnection:
                 left[0] = memoryview(left[0])[count:]
             most = _PARTS
 
-    def reply(self, end: float, depth: int = 0) -> Reply:
+    def reply(self, end: float) -> Reply:
+        self._bytes_left, self._items_left = _LONGEST, _MOST
+        return self._reply(end, 0)
+
+    def _reply(self, end: float, depth: int) -> Reply:
         line = self._line(end)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -95,13 +101,15 @@ class ValkeyConnection:
             return number
         if number < 0:
             return None
-        if kind == b"$" and number <= _LONGEST:
+        if kind == b"$" and number <= self._bytes_left:
+            self._bytes_left -= number
             value = bytearray(number)
             self._fill(memoryview(value), end)
             self._line(end)
             return bytes(value)
-        if kind == b"*" and number <= _MOST and depth < _DEEPEST:
-            return [self.reply(end, depth + 1) for _ in range(number)]
+        if kind == b"*" and number <= self._items_left and depth < _DEEPEST:
+            self._items_left -= number
+            return [self._reply(end, depth + 1) for _ in range(number)]
         raise _nonsense()
 
     def values(self, count: int, end: float, unit: int = 0) -> list[bytes] | ValkeyRefused:
