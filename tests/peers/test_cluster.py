@@ -233,6 +233,18 @@ def test_a_directory_full_of_lies(cluster: Cluster) -> None:
     assert held(reader) == 0
 
 
+def test_a_member_at_an_address_that_cannot_be_is_away(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Its operator mistyped peers.announce: no other node must log a traceback for each prompt."""
+    part = cluster.part()
+    part.node._directory.join(b"z" * 16, "node..7:9411", 600.0)
+    keep(part, prompt(1))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1)))
+        until(lambda: any(member.away for member in seen(reader).members))
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_another_tenant_s_blocks_are_not_found(cluster: Cluster) -> None:
     parts = [cluster.part() for _ in range(6)]
     keep(parts[0], prompt(1), tenant=OTHER_TENANT)

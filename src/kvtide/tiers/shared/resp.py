@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvtide.block import Span
+from kvtide.tiers.tcp_connect import tcp_connect
 
 __all__ = ["Reply", "ValkeyConnection", "ValkeyRefused", "command"]
 
@@ -54,8 +55,9 @@ class ValkeyConnection:
     """One connection, for one thread at a time. Calls raise TimeoutError at ``end``, and OSError if it breaks."""
 
     def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, end: float) -> None:
-        self._sock = socket.create_connection(address, _left(end))
+        self._sock = tcp_connect(address, end)
         try:
+            self._sock.settimeout(_left(end))  # for the handshake of TLS
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._gathers = tls is None
             if tls is not None:
