@@ -358,6 +358,8 @@ def test_a_store_without_other_members_has_no_line_and_no_threads_for_them(clust
         ({"directory": "embedded", "listen": "127.0.0.1:9411"}, "only a node"),
         ({"directory": "", "announce": "10.0.0.1:1"}, "there is nobody to tell it to"),
         ({"directory_user": "x"}, "peers.directory_user is 'x', and peers.directory_password_file is not set"),
+        ({"directory": "embeded"}, "or embedded, to start one here; or embedded://HOST:PORT"),
+        ({"directory": "valkey://node..7:6379/0"}, "it must be valkey://HOST:PORT"),
     ],
 )
 def test_settings_that_contradict_each_other(cluster: Cluster, peers: dict[str, str], text: str) -> None:
@@ -365,9 +367,21 @@ def test_settings_that_contradict_each_other(cluster: Cluster, peers: dict[str, 
         cluster.reader(peers=peers)
 
 
-def test_an_address_that_others_cannot_use_is_not_announced(cluster: Cluster) -> None:
+@pytest.mark.parametrize("rest", ["10.0.0.5:6379/0", "10.0.0.5:6379/x", "10.0.0.5:x", "10.0.0.5", ""])
+@pytest.mark.parametrize("scheme", ["valkey", "valkeys", "http", "embedded"])
+def test_a_password_in_an_address_is_not_shown(cluster: Cluster, scheme: str, rest: str) -> None:
+    for peers in ({}, {"token_file": ""}, {"certificate": "here"}):
+        with pytest.raises(ConfigError, match=r"peers\.directory has a user or password in it") as failure:
+            cluster.reader(peers={"directory": f"{scheme}://me:hunter2@{rest}", **peers})
+        assert "hunter2" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("listen", "announce"), [("0.0.0.0:0", ""), ("127.0.0.1:0", "node..7:9411"), ("127.0.0.1:0", "node7")]
+)
+def test_an_address_that_others_cannot_use_is_not_announced(cluster: Cluster, listen: str, announce: str) -> None:
     with pytest.raises(ConfigError, match=r"peers\.announce"):
-        cluster.part(listen="0.0.0.0:0")
+        cluster.part(listen=listen, announce=announce)
 
 
 def test_a_drain_goes_on_with_what_came_meanwhile(cluster: Cluster, tmp_path: Path, monkeypatch: Any) -> None:

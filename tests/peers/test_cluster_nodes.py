@@ -177,7 +177,7 @@ def test_kvtide_cluster_shows_what_all_members_have_measured(nodes: Nodes, tmp_p
     wrong = {"KVTIDE_PEERS_TOKEN_FILE": token(tmp_path / "other", text="x" * 40)}
     refused = nodes.command("cluster", str(two.path), **wrong)
     assert refused.returncode == 2
-    assert "must have the same secret as that of the nodes" in refused.stderr
+    assert "which must have the same secret on all nodes" in refused.stderr
 
 
 def test_a_drained_node_is_not_found_and_has_written_its_blocks(tmp_path: Path) -> None:

@@ -445,8 +445,10 @@ def test_a_wrong_password_is_said(tmp_path: Path) -> None:
     secret.write_text("wrong")
     secret.chmod(0o600)
     with ValkeyServer(tmp_path / "valkey", requirepass="right") as server:
-        with pytest.raises(TierError, match="WRONGPASS"):
+        with pytest.raises(TierError, match=r"WRONGPASS\): see valkey.user and valkey.password_file"):
             open_directory(server.url, login=Login(password_file=str(secret)))
+        with pytest.raises(TierError, match=r"NOAUTH\): see peers.directory_user and peers.directory_password_file"):
+            open_directory(server.url)
         secret.write_text("right")
         directory = open_directory(server.url, login=Login(password_file=str(secret)), timeout=TIME)
         assert directory.members() == {}

@@ -133,23 +133,18 @@ class _Directory:
         """What is shown. Raises ConfigError and TierError."""
         from kvtide.errors import TierError
         from kvtide.tiers.peers.cluster import EMBEDDED, directory_of, embedded_at, with_directory
+        from kvtide.tiers.shared.valkey_client import UnfitServer
 
         settings = self._config
         if settings.peers.directory == EMBEDDED:
             settings = with_directory(settings, *embedded_at(settings.peers))
-        own_password = settings.peers.directory.startswith(EMBEDDED)
-        about = f"the directory at {settings.peers.directory.rpartition('@')[2]} (peers.directory)"
+        about = f"the directory at {settings.peers.directory} (peers.directory)"
         try:
             if self._opened is None:
                 self._opened = directory_of(settings.peers)
             return _found(status, self._opened, prompt)
-        except TierError as e:
-            hint = (
-                "it is derived from peers.token_file, which must have the same secret as that of the nodes"
-                if own_password
-                else "see peers.directory_user and peers.directory_password_file"
-            )
-            raise TierError(f"{about} cannot be used: {e}. Its password: {hint}") from e
+        except (TierError, UnfitServer) as e:
+            raise TierError(f"{about} cannot be used: {getattr(e, 'strerror', None) or e}") from e
         except OSError as e:
             raise TierError(
                 f"{about} does not answer: {e.strerror or e}. Nodes that know each other go on without it; "
