@@ -19,6 +19,7 @@ from kvtide.index.index import ABSENT, DRAM, SEALED
 from kvtide.peers.announcer import Announcer
 from kvtide.store.node_statistics import DrainStatistics
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
+from kvtide.testing.servers import ValkeyServer
 from kvtide.tiers.peers.directory import open_directory
 from kvtide.transfer.node_search import ClusterStatistics
 from tests.peers.cluster import Cluster, Part
@@ -431,6 +432,33 @@ def test_a_drain_that_fails_says_so(cluster: Cluster, tmp_path: Path, monkeypatc
     part.node.drain()
     until(lambda: (draining := part.node.statistics().draining) is not None and draining.done)
     assert part.node.statistics().draining == DrainStatistics(1, 1, True, ["files"])
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_drain_to_a_storage_that_hangs_does_not_delay_the_end(
+    cluster: Cluster, tmp_path: Path, resumed: bool
+) -> None:
+    """What the node still has to write to its own disk would lose that time."""
+    with ValkeyServer(tmp_path / "hanging") as storage:
+        hanging = {"url": storage.url, "store": "second-touch", "timeout": 600.0}
+        part = cluster.part(valkey=hanging)
+        keep(part, prompt(1))
+        storage.hold()
+        try:
+            part.node.drain()
+            until(lambda: writing(part))
+            if resumed:
+                part.node.resume()
+            closing_node = threading.Thread(target=part.node.close, daemon=True)
+            closing_node.start()
+            until(lambda: not closing_node.is_alive())
+        finally:
+            storage.resume()
+
+
+def writing(part: Part) -> bool:
+    """Whether its storage has been given something to write that it has not written."""
+    return part.store.statistics().lanes["valkey"].blocks_under_way > 0
 
 
 def test_without_threads_for_all_of_it_a_node_does_not_join_by_half(cluster: Cluster, monkeypatch: Any) -> None:
