@@ -146,10 +146,11 @@ def test_the_table_of_a_cluster_shows_any_address(capsys: pytest.CaptureFixture[
     members = [{**member, "number": n, "address": one} for n, one in enumerate(addresses, 1)]
     members[0] |= {"carrier": "TLS", "compressed": True}
     directory = {"entries": 0, "bytes": 0}
-    found: dict[str, object] = {"members": members, "matrix": [], "directory": directory, "node": None, "lookups": None}
+    own = ClusterServing(problem="two nodes announce the address [fd00::7]:9411")
+    found: dict[str, object] = {"members": members, "matrix": [], "directory": directory, "node": own, "lookups": None}
     cluster._show(found, clear=False)
     text = capsys.readouterr().out
-    assert all(one in text for one in addresses)
+    assert all(one in text for one in (*addresses, "[fd00::7]:9411"))
     assert text.count("TLS, compressed") == text.count("compressed") == 1
 
 

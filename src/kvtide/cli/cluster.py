@@ -58,6 +58,8 @@ def cluster(
 
         [bold]kvtide cluster /run/kvtide.sock --tokens prompt.json[/bold]
     """
+    import logging
+
     import msgspec
 
     from kvtide import config as configuration
@@ -67,6 +69,7 @@ def cluster(
     if every < 0.1:
         raise ConfigError(f"--every is {every:g} s; it must be at least 100ms")
     path = Path(address.removeprefix("unix:"))
+    logging.getLogger("kvtide.valkey").setLevel(logging.ERROR)  # that there is no server is said below
     with (
         contextlib.suppress(KeyboardInterrupt),
         closing(_Directory(configuration.read(file))) as directory,
@@ -132,17 +135,19 @@ class _Directory:
     def found(self, status: Status, prompt: dict[str, list[bytes]] | None) -> dict[str, object]:
         """What is shown. Raises ConfigError and TierError."""
         from kvtide.errors import TierError
-        from kvtide.tiers.peers.cluster import EMBEDDED, directory_of, embedded_at, with_directory
+        from kvtide.tiers.peers.cluster import EMBEDDED, directory_of, embedded_reached_at, with_directory
         from kvtide.tiers.shared.valkey_client import UnfitServer
 
         settings = self._config
         if settings.peers.directory == EMBEDDED:
-            settings = with_directory(settings, *embedded_at(settings.peers))
+            settings = with_directory(settings, *embedded_reached_at(settings.peers))
         about = f"the directory at {settings.peers.directory} (peers.directory)"
         try:
             if self._opened is None:
                 self._opened = directory_of(settings.peers)
-            return _found(status, self._opened, prompt)
+            found = _found(status, self._opened, prompt)
+            found["where"] = settings.peers.directory
+            return found
         except (TierError, UnfitServer) as e:
             raise TierError(f"{about} cannot be used: {getattr(e, 'strerror', None) or e}") from e
         except OSError as e:
@@ -282,6 +287,7 @@ def _show_list(nodes: list[dict[str, object]]) -> RenderableType:
 
 def _show(found: dict[str, object], *, clear: bool) -> None:
     from rich.console import Console, Group
+    from rich.markup import escape
     from rich.text import Text
 
     console = Console()
@@ -299,7 +305,7 @@ def _show(found: dict[str, object], *, clear: bool) -> None:
             matrix_lines(numbers, [MatrixCell(**cell) for cell in matrix], console.width) if len(numbers) > 1 else []
         )
         text = Text("\n".join([*lines, ""] if lines else lines), no_wrap=True)
-        shown = Group(_members(members), "", *([text] if lines else []), *_notes(found, len(members)))
+        shown = Group(_members(members), "", *([text] if lines else []), *map(escape, _notes(found, len(members))))
     if clear:
         console.clear()
     console.print(shown)
@@ -343,6 +349,11 @@ def _notes(found: dict[str, object], count: int) -> list[str]:
     directory, own, lookups = (found[name] for name in ("directory", "node", "lookups"))
     assert isinstance(directory, dict)
     notes = [f"{count} members; directory: {directory['entries']:,} entries, {size(directory['bytes'])}"]
+    if count == 1:  # as on each host, if all of them start a directory of their own
+        notes.append(
+            f'there is one member; other nodes join it with peers.directory = "{found["where"]}", the same '
+            "peers.cluster and the same secret (peers.token_file)"
+        )
     if isinstance(own, ClusterServing):
         notes.append(
             f"this node: {own.announced:,} blocks announced, {own.withdrawn:,} withdrawn, {own.waiting:,} waiting"

@@ -26,7 +26,7 @@ from typing import Any
 
 from kvtide.config import Peers
 from kvtide.errors import ConfigError
-from kvtide.tiers.peers.cluster import directory_password, embedded_at
+from kvtide.tiers.peers.cluster import directory_password, embedded_at, embedded_reached_at
 from kvtide.tiers.tcp_connect import tcp_connect
 
 __all__ = ["EmbeddedDirectory"]
@@ -59,11 +59,8 @@ class EmbeddedDirectory:
                 "name a Valkey server of your own"
             ) from e
         self._binary = str(binary.get_binary_path())
-        listening, self.port = embedded_at(settings)
-        announced = settings.announce.rpartition(":")[0].strip("[]")
-        anywhere = listening in ("0.0.0.0", "::")
-        self.host = announced if anywhere and announced else "127.0.0.1" if anywhere else listening
-        self._bind = listening
+        self._bind, _ = embedded_at(settings)
+        self.host, self.port = embedded_reached_at(settings)
         self._password = directory_password(settings)
         self._libc = ctypes.CDLL(None)
         self._stop = threading.Event()

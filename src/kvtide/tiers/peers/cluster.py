@@ -28,6 +28,7 @@ __all__ = [
     "directory_of",
     "directory_password",
     "embedded_at",
+    "embedded_reached_at",
     "positions_of",
     "with_directory",
 ]
@@ -140,6 +141,14 @@ def embedded_at(settings: Peers) -> tuple[str, int]:
     if not 0 < port < 65535:
         raise ConfigError(f"peers.listen is {settings.listen!r}; for an embedded directory it must name a port")
     return host, port + 1
+
+
+def embedded_reached_at(settings: Peers) -> tuple[str, int]:
+    """Host and port by which others, and this node, reach the directory that it starts. Raises ConfigError."""
+    host, port = embedded_at(settings)
+    if host in _ANYWHERE:
+        host = settings.announce.rpartition(":")[0].strip("[]") or "127.0.0.1"
+    return host, port
 
 
 def directory_password(settings: Peers) -> str:
