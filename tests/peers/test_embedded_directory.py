@@ -64,6 +64,7 @@ def test_nodes_log_in_with_the_secret_that_they_have_now(tmp_path: Path) -> None
         reading = structs.replace(settings, directory=f"embedded://{first.host}:{first.port}", listen="")
         with closing(directory_of(reading)) as directory:
             assert not directory.members()
+            assert "one port above peers.listen" in directory.where, "so the port of peers.listen is the usual mistake"
             token(tmp_path, text="a secret that all the nodes have from now on: 0123456789")
             first.close()
             with closing(EmbeddedDirectory(settings)):

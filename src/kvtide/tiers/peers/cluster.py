@@ -160,7 +160,7 @@ def directory_password(settings: Peers) -> str:
 def directory_of(settings: Peers) -> BlockDirectory:
     """The directory of a configuration. Raises ConfigError."""
     check_cluster(settings)
-    url, password, origin = settings.directory, None, ""
+    url, password, origin, where = settings.directory, None, "", settings.directory
     if url == EMBEDDED:
         raise ConfigError(
             "peers.directory is 'embedded': only a node (kvtide node) starts one. To read from its cluster, name it: "
@@ -168,6 +168,7 @@ def directory_of(settings: Peers) -> BlockDirectory:
         )
     if url.startswith(_THERE):
         url, password = f"valkey://{_named_at(url)[1]}/0", functools.partial(directory_password, settings)
+        where += " (one port above peers.listen of the node that starts it)"
         origin = "the password is derived from peers.token_file, which must have the same secret on all nodes"
     login = Login(
         settings.directory_user,
@@ -180,7 +181,7 @@ def directory_of(settings: Peers) -> BlockDirectory:
         origin=origin,
         forms=f"; or {EMBEDDED}, to start one here; or {_THERE}HOST:PORT, for one that another node has started",
     )
-    return open_directory(url, cluster=settings.cluster, timeout=_TIMEOUT, where=settings.directory, login=login)
+    return open_directory(url, cluster=settings.cluster, timeout=_TIMEOUT, where=where, login=login)
 
 
 def with_directory(config: Config, host: str, port: int) -> Config:
