@@ -22,7 +22,7 @@ with tempfile.TemporaryDirectory() as folder, zmq.Context() as context, context.
     node = subprocess.Popen([sys.executable, "-m", "kvtide", "node", "--socket", at], env={**os.environ, **settings})
     events.connect(where)
     events.subscribe(b"")
-    while not at.exists():
+    while node.poll() is None and not at.exists():
         time.sleep(0.05)
     with kvtide.connect(f"unix:{at}") as store, store.session(model) as session:
         session.store(tokens, [block, block])

@@ -2,12 +2,12 @@
 
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import Popen
 
 import numpy as np
 
@@ -20,9 +20,9 @@ PROMPTS = np.arange(3 * 256, dtype=np.uint32).reshape(3, 256)
 
 def start(folder: str, listen: str, directory: str, stack: ExitStack) -> kvtide.Session:
     peers = {"KVTIDE_PEERS_LISTEN": listen, "KVTIDE_PEERS_DIRECTORY": directory, "KVTIDE_PEERS_TOKEN_FILE": "secret"}
-    node = [sys.executable, "-m", "kvtide", "node", "--socket", listen, "--idle-seconds", "0"]
-    stack.enter_context(subprocess.Popen(node, cwd=folder, env={**os.environ, **peers, "KVTIDE_DRAM_BUDGET": "64MiB"}))
-    while not Path(folder, listen).exists():
+    command = [sys.executable, "-m", "kvtide", "node", "--socket", listen, "--idle-seconds", "0"]
+    node = stack.enter_context(Popen(command, cwd=folder, env={**os.environ, **peers, "KVTIDE_DRAM_BUDGET": "64MiB"}))
+    while node.poll() is None and not Path(folder, listen).exists():
         time.sleep(0.01)
     return stack.enter_context(kvtide.connect(f"unix:{folder}/{listen}")).session(MODEL)
 

@@ -19,7 +19,7 @@ BLOCK = np.arange(MODEL.layout.geometry["full"].nbytes).astype(np.uint8)
 def start(folder: str, name: str, peers: str) -> subprocess.Popen[bytes]:
     Path(folder, name).write_text(f'[dram]\nbudget = "64MiB"\n[peers]\ntoken_file = "secret"\n{peers}\n')
     node = subprocess.Popen(f"{sys.executable} -m kvtide node --socket {name}.sock --config {name}".split(), cwd=folder)
-    while not Path(folder, f"{name}.sock").exists():
+    while node.poll() is None and not Path(folder, f"{name}.sock").exists():
         time.sleep(0.01)
     return node
 

@@ -28,7 +28,7 @@ def work(address: str, token: str, rank: int, loads: list[str], stores: list[str
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(2) as pool:
         node = subprocess.Popen([sys.executable, "-m", "kvtide", "node", "--socket", "node.sock"], cwd=folder)
-        while not Path(folder, "node.sock").exists():
+        while node.poll() is None and not Path(folder, "node.sock").exists():
             time.sleep(0.01)
         with kvtide.connect(address := f"unix:{folder}/node.sock") as client:
             group = client.worker_group(session := client.session(MODEL), ranks=2)

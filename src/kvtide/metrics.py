@@ -82,6 +82,13 @@ def _nodes(value: Callable[[ClusterStatistics], float]) -> _Source:
     return lambda store, _: [] if store.cluster is None else [((), value(store.cluster))]
 
 
+def _members(store: Statistics, node: NodeStatistics | None) -> _Samples:
+    if node is not None and (own := node.cluster) is not None and own.draining is None:
+        yield (), own.members
+    elif store.cluster is not None:
+        yield (), len(store.cluster.members)
+
+
 def _announced(_: Statistics, node: NodeStatistics | None) -> _Samples:
     if node is not None and (cluster := node.cluster) is not None:
         yield ("entered",), cluster.announced
@@ -440,7 +447,7 @@ METRICS = (
     Metric(
         "kvtide_cluster_members",
         "Other members of the cluster that are known. Only if peers.directory is set, like all metrics of a cluster.",
-        _nodes(lambda c: len(c.members)),
+        _members,
     ),
     Metric(
         "kvtide_cluster_directory_up",

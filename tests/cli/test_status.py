@@ -22,6 +22,7 @@ from kvtide import config as configuration
 from kvtide.cli import cluster
 from kvtide.cli.status import frame
 from kvtide.errors import TierError
+from kvtide.metrics import METRICS
 from kvtide.node.client.client import Client
 from kvtide.store.node_statistics import (
     ClientStatistics,
@@ -121,6 +122,23 @@ def test_why_a_node_is_no_member_is_shown(tmp_path: Path) -> None:
     assert problem not in repr(least(Status(statistics, node))), "it has addresses"
 
 
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        (ClusterServing(number=1, epoch=7, members=2), "cluster: 3 members"),
+        (ClusterServing(members=2), "cluster: 2 members, this node is not joined"),
+    ],
+)
+def test_members_are_counted_without_a_prompt(own: ClusterServing, text: str) -> None:
+    """What a node has found for its last prompt may be of yesterday."""
+    with Store(configuration.read(None, env={}, dram={"budget": "1MiB", "segment": "1MiB"})) as store:
+        statistics = replace(store.statistics(), cluster=ClusterStatistics())
+    node = NodeStatistics(1, "", 1.0, cluster=own)
+    assert text in "\n".join(" ".join(line) for line in shown(Status(statistics, node)))
+    (metric,) = [one for one in METRICS if one.name == "kvtide_cluster_members"]
+    assert [value for _, value in metric.samples(statistics, node)] == [2]
+
+
 def test_the_table_of_a_cluster_shows_any_address(capsys: pytest.CaptureFixture[str]) -> None:
     addresses = ["[fd00::8]:9411", "[/fd00::9]:9411"]
     member = {"epoch": 2, "lease_left": 1.0, "this_node": False, "tier": "", "away": False}
@@ -128,10 +146,11 @@ def test_the_table_of_a_cluster_shows_any_address(capsys: pytest.CaptureFixture[
     members = [{**member, "number": n, "address": one} for n, one in enumerate(addresses, 1)]
     members[0] |= {"carrier": "TLS", "compressed": True}
     directory = {"entries": 0, "bytes": 0}
-    found: dict[str, object] = {"members": members, "matrix": [], "directory": directory, "node": None, "lookups": None}
+    own = ClusterServing(problem="two nodes announce the address [fd00::7]:9411")
+    found: dict[str, object] = {"members": members, "matrix": [], "directory": directory, "node": own, "lookups": None}
     cluster._show(found, clear=False)
     text = capsys.readouterr().out
-    assert all(one in text for one in addresses)
+    assert all(one in text for one in (*addresses, "[fd00::7]:9411"))
     assert text.count("TLS, compressed") == text.count("compressed") == 1
 
 

@@ -19,6 +19,7 @@ from kvtide.index.index import ABSENT, DRAM, SEALED
 from kvtide.peers.announcer import Announcer
 from kvtide.store.node_statistics import DrainStatistics
 from kvtide.testing.interface import MODEL, OTHER_TENANT, PLAIN, SIZE, data, held, length, prompt, until
+from kvtide.testing.servers import ValkeyServer
 from kvtide.tiers.peers.directory import open_directory
 from kvtide.transfer.node_search import ClusterStatistics
 from tests.peers.cluster import Cluster, Part
@@ -233,6 +234,18 @@ def test_a_directory_full_of_lies(cluster: Cluster) -> None:
     assert held(reader) == 0
 
 
+def test_a_member_at_an_address_that_cannot_be_is_away(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Its operator mistyped peers.announce: no other node must log a traceback for each prompt."""
+    part = cluster.part()
+    part.node._directory.join(b"z" * 16, "node..7:9411", 600.0)
+    keep(part, prompt(1))
+    reader = cluster.reader()
+    with reader.session(MODEL) as session:
+        until(lambda: found(session, prompt(1)))
+        until(lambda: any(member.away for member in seen(reader).members))
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_another_tenant_s_blocks_are_not_found(cluster: Cluster) -> None:
     parts = [cluster.part() for _ in range(6)]
     keep(parts[0], prompt(1), tenant=OTHER_TENANT)
@@ -346,6 +359,8 @@ def test_a_store_without_other_members_has_no_line_and_no_threads_for_them(clust
         ({"directory": "embedded", "listen": "127.0.0.1:9411"}, "only a node"),
         ({"directory": "", "announce": "10.0.0.1:1"}, "there is nobody to tell it to"),
         ({"directory_user": "x"}, "peers.directory_user is 'x', and peers.directory_password_file is not set"),
+        ({"directory": "embeded"}, "or embedded, to start one here; or embedded://HOST:PORT"),
+        ({"directory": "valkey://node..7:6379/0"}, "it must be valkey://HOST:PORT"),
     ],
 )
 def test_settings_that_contradict_each_other(cluster: Cluster, peers: dict[str, str], text: str) -> None:
@@ -353,9 +368,21 @@ def test_settings_that_contradict_each_other(cluster: Cluster, peers: dict[str, 
         cluster.reader(peers=peers)
 
 
-def test_an_address_that_others_cannot_use_is_not_announced(cluster: Cluster) -> None:
+@pytest.mark.parametrize("rest", ["10.0.0.5:6379/0", "10.0.0.5:6379/x", "10.0.0.5:x", "10.0.0.5", ""])
+@pytest.mark.parametrize("scheme", ["valkey", "valkeys", "http", "embedded"])
+def test_a_password_in_an_address_is_not_shown(cluster: Cluster, scheme: str, rest: str) -> None:
+    for peers in ({}, {"token_file": ""}, {"certificate": "here"}):
+        with pytest.raises(ConfigError, match=r"peers\.directory has a user or password in it") as failure:
+            cluster.reader(peers={"directory": f"{scheme}://me:hunter2@{rest}", **peers})
+        assert "hunter2" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("listen", "announce"), [("0.0.0.0:0", ""), ("127.0.0.1:0", "node..7:9411"), ("127.0.0.1:0", "node7")]
+)
+def test_an_address_that_others_cannot_use_is_not_announced(cluster: Cluster, listen: str, announce: str) -> None:
     with pytest.raises(ConfigError, match=r"peers\.announce"):
-        cluster.part(listen="0.0.0.0:0")
+        cluster.part(listen=listen, announce=announce)
 
 
 def test_a_drain_goes_on_with_what_came_meanwhile(cluster: Cluster, tmp_path: Path, monkeypatch: Any) -> None:
@@ -405,6 +432,33 @@ def test_a_drain_that_fails_says_so(cluster: Cluster, tmp_path: Path, monkeypatc
     part.node.drain()
     until(lambda: (draining := part.node.statistics().draining) is not None and draining.done)
     assert part.node.statistics().draining == DrainStatistics(1, 1, True, ["files"])
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_drain_to_a_storage_that_hangs_does_not_delay_the_end(
+    cluster: Cluster, tmp_path: Path, resumed: bool
+) -> None:
+    """What the node still has to write to its own disk would lose that time."""
+    with ValkeyServer(tmp_path / "hanging") as storage:
+        hanging = {"url": storage.url, "store": "second-touch", "timeout": 600.0}
+        part = cluster.part(valkey=hanging)
+        keep(part, prompt(1))
+        storage.hold()
+        try:
+            part.node.drain()
+            until(lambda: writing(part))
+            if resumed:
+                part.node.resume()
+            closing_node = threading.Thread(target=part.node.close, daemon=True)
+            closing_node.start()
+            until(lambda: not closing_node.is_alive())
+        finally:
+            storage.resume()
+
+
+def writing(part: Part) -> bool:
+    """Whether its storage has been given something to write that it has not written."""
+    return part.store.statistics().lanes["valkey"].blocks_under_way > 0
 
 
 def test_without_threads_for_all_of_it_a_node_does_not_join_by_half(cluster: Cluster, monkeypatch: Any) -> None:

@@ -125,6 +125,17 @@ def test_the_directory_ends_with_its_node_and_comes_back_with_it(nodes: Nodes) -
     until(lambda: serving(two).epoch > 0)
 
 
+def test_a_node_alone_in_its_cluster_says_how_others_join(nodes: Nodes) -> None:
+    """As on each of several hosts, if all have the settings of the one that starts the directory."""
+    one = nodes.node("one")
+    until(lambda: len(members(nodes, one)) == 1)
+    joining = f'peers.directory = "embedded://127.0.0.1:{nodes.port + 1}"'
+    assert joining in nodes.command("cluster", str(one.path)).stdout
+    two = nodes.node("two")
+    until(lambda: len(members(nodes, two)) == 2)
+    assert "peers.directory" not in nodes.command("cluster", str(two.path)).stdout
+
+
 def test_a_password_is_needed(nodes: Nodes) -> None:
     nodes.node("one")
     with socket.create_connection(("127.0.0.1", nodes.port + 1), 5) as sock:
@@ -177,7 +188,7 @@ def test_kvtide_cluster_shows_what_all_members_have_measured(nodes: Nodes, tmp_p
     wrong = {"KVTIDE_PEERS_TOKEN_FILE": token(tmp_path / "other", text="x" * 40)}
     refused = nodes.command("cluster", str(two.path), **wrong)
     assert refused.returncode == 2
-    assert "must have the same secret as that of the nodes" in refused.stderr
+    assert "which must have the same secret on all nodes" in refused.stderr
 
 
 def test_a_drained_node_is_not_found_and_has_written_its_blocks(tmp_path: Path) -> None:

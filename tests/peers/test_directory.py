@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvtide.tiers.peers.directory import BlockDirectory, marks_of, open_director
 from kvtide.tiers.peers.directory_scripts import BUCKETS, PARTITIONS
 from kvtide.tiers.peers.measurements import LONGEST_ROW, Measurement, pack_measurements, unpack_measurements
 from kvtide.tiers.shared import valkey_client
-from kvtide.tiers.shared.resp import ValkeyConnection, command
+from kvtide.tiers.shared.resp import ValkeyConnection, ValkeyRefused, command
 from kvtide.tiers.shared.valkey_client import Login, ValkeyClient, ValkeyCommand, slot_of
 from kvtide.tiers.shared.valkey_scripts import HashLookup, Script, ScriptCall, ScriptRunner, ValkeyScripts
 from tests.peers.nodes import Proxy
@@ -116,6 +116,53 @@ class TestCluster(DirectoryContract):
         counts = [say(server, b"DBSIZE") for server in cluster]
         assert min(counts) > 0.7 * max(counts)
         directory.close()
+
+
+@contextmanager
+def moving(cluster: Sequence[ValkeyServer], key: bytes, by: int = 1) -> Iterator[None]:
+    """The slot of a key is moved to another server of a cluster, so many further, and half of its keys are there."""
+    slot = b"%d" % slot_of(key)
+    ids = [say(server, b"CLUSTER", b"MYID") for server in cluster]
+    owner = next(i for i, server in enumerate(cluster) if not isinstance(say(server, b"EXISTS", key), ValkeyRefused))
+    other = (owner + by) % len(cluster)
+    here, there = cluster[owner], cluster[other]
+    assert say(there, b"CLUSTER", b"SETSLOT", slot, b"IMPORTING", ids[owner]) == b"OK"
+    assert say(here, b"CLUSTER", b"SETSLOT", slot, b"MIGRATING", ids[other]) == b"OK"
+    names = say(here, b"CLUSTER", b"GETKEYSINSLOT", slot, b"100000")
+    half = len(names) // 2
+    where = b"127.0.0.1", b"%d" % there.port, b"", b"0", b"30000", b"KEYS"
+    assert say(here, b"MIGRATE", *where, *names[:half]) == b"OK"
+    yield
+    assert say(here, b"MIGRATE", *where, *names[half:]) == b"OK"
+    for server in (there, here, *cluster):
+        assert say(server, b"CLUSTER", b"SETSLOT", slot, b"NODE", ids[other]) == b"OK"
+
+
+@pytest.mark.parametrize("part", ["members", "partition"])
+def test_a_slot_that_moves_loses_nothing(cluster: list[ValkeyServer], part: str) -> None:
+    """While it moves, what needs it is an error, and costs misses; after that all is there, at the other server."""
+    with ExitStack() as stack:
+        name = secrets.token_hex(8)
+        directory, other = (
+            stack.enter_context(closing(open_directory(server.url, cluster=name, timeout=TIME)))
+            for server in (cluster[0], cluster[1])
+        )
+        member, keys = directory.join(b"a" * 16, "a:1", TIME * 10), some_keys(300)
+        assert directory.publish(member, keys[:200], [])
+        key = directory._place if part == "members" else directory._partitions[3]
+        with moving(cluster, key):
+            with pytest.raises(OSError, match="moves these keys"):
+                directory.publish(member, keys, [])
+            with pytest.raises(OSError, match="moves these keys"):
+                other.join(b"b" * 16, "b:1", TIME)
+            if part == "partition":
+                assert directory.renew(member, TIME * 10), "the membership does not depend on it"
+        assert directory.renew(member, TIME * 10)
+        assert directory.publish(member, keys, [])
+        assert other.holders(keys) == [(member.number,)] * 300
+        with moving(cluster, key, -1):
+            pass  # other tests expect it where it was
+        assert other.holders(keys) == [(member.number,)] * 300
 
 
 def test_a_server_that_lost_everything_is_noticed(tmp_path: Path) -> None:
@@ -445,8 +492,10 @@ def test_a_wrong_password_is_said(tmp_path: Path) -> None:
     secret.write_text("wrong")
     secret.chmod(0o600)
     with ValkeyServer(tmp_path / "valkey", requirepass="right") as server:
-        with pytest.raises(TierError, match="WRONGPASS"):
+        with pytest.raises(TierError, match=r"WRONGPASS\): see valkey.user and valkey.password_file"):
             open_directory(server.url, login=Login(password_file=str(secret)))
+        with pytest.raises(TierError, match=r"NOAUTH\): see peers.directory_user and peers.directory_password_file"):
+            open_directory(server.url)
         secret.write_text("right")
         directory = open_directory(server.url, login=Login(password_file=str(secret)), timeout=TIME)
         assert directory.members() == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +14,8 @@ from msgspec import structs
 
 from kvtide import config as configuration
 from kvtide.config import Peers
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, TierError
+from kvtide.peers import embedded_directory
 from kvtide.peers.embedded_directory import EmbeddedDirectory
 from kvtide.testing.interface import until
 from kvtide.tiers.peers.cluster import check_cluster, directory_of, directory_password
@@ -61,6 +64,7 @@ def test_nodes_log_in_with_the_secret_that_they_have_now(tmp_path: Path) -> None
         reading = structs.replace(settings, directory=f"embedded://{first.host}:{first.port}", listen="")
         with closing(directory_of(reading)) as directory:
             assert not directory.members()
+            assert "one port above peers.listen" in directory.where, "so the port of peers.listen is the usual mistake"
             token(tmp_path, text="a secret that all the nodes have from now on: 0123456789")
             first.close()
             with closing(EmbeddedDirectory(settings)):
@@ -78,6 +82,46 @@ def answers(directory: BlockDirectory) -> bool:
         raise
     except OSError:
         return False
+
+
+def test_a_node_with_another_secret_is_told_which(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    with closing(EmbeddedDirectory(settings)) as one:
+        other = token(tmp_path, "other", "a secret that no other node has: 0123456789abcdef")
+        joining = structs.replace(settings, directory=f"embedded://{one.host}:{one.port}", token_file=other)
+        with pytest.raises(TierError, match=r"derived from peers\.token_file, which must have the same secret"):
+            directory_of(joining)
+
+
+def refusal(settings: Peers) -> str:
+    with pytest.raises(ConfigError) as failure:
+        EmbeddedDirectory(settings)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("listen", "text"),
+    [("", "another program listens there"), ("203.0.113.7:9411", "Cannot assign requested address")],
+)
+def test_why_the_directory_cannot_be_started_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str, text: str
+) -> None:
+    monkeypatch.setattr(embedded_directory, "_STARTING", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = settings_of(tmp_path, listen=listen or f"127.0.0.1:{other.getsockname()[1] - 1}")
+        until(lambda: text in refusal(settings))  # a slow host may not have tried in that time
+
+
+def test_a_directory_that_ends_and_cannot_be_started_again_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(tmp_path)
+    with closing(EmbeddedDirectory(settings)) as directory:
+        directory._binary = str(tmp_path / "uninstalled")
+        os.kill(int(process_of(settings)), signal.SIGKILL)
+        until(lambda: "uninstalled: No such file" in caplog.text)
+        directory._failed(directory._problem)
+        assert caplog.text.count("cannot be started") == 1
 
 
 def test_a_node_that_starts_the_directory_sends_the_password_to_nobody(tmp_path: Path) -> None:

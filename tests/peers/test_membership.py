@@ -423,7 +423,7 @@ def test_no_error_ends_the_threads(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         assert one.membership.step() <= 9.0 / 12
         one.clock.advance(1.0)
     assert one.membership.statistics().failures == 3
-    assert caplog.text.count("cannot be used") == 1
+    assert caplog.text.count("cannot be used: Valkey: ") == 1, "where it is"
     monkeypatch.setattr(one.link, "run", run)
     one.membership.step()
     assert own(one.membership)

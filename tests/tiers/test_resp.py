@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtide.tiers.shared import resp
 from kvtide.tiers.shared.resp import ValkeyConnection, ValkeyRefused
 
 _UNIT = 5
@@ -81,3 +82,26 @@ def test_an_error_among_the_values(listener: socket.socket) -> None:
 def test_what_is_no_value_is_refused(listener: socket.socket) -> None:
     with pytest.raises(OSError, match="protocol of Valkey"):
         _received(listener, [b"$5\r\nabcde\r\n:5\r\n$5\r\nfghij\r\n"], 3)
+
+
+@pytest.mark.parametrize(
+    ("item", "following"), [(b":1\r\n", b"*%d\r\n"), (b"$1048574\r\n" + bytes(1048574) + b"\r\n", b"$%d\r\n")]
+)
+def test_all_of_a_reply_together_is_bounded(listener: socket.socket, item: bytes, following: bytes) -> None:
+    """Lists in a list have no limits of their own: whoever answers would decide about this process's memory."""
+    count = resp._MOST // 2 if following.startswith(b"*") else resp._LONGEST // (1 << 20)
+    end = time.monotonic() + 60
+    with closing(ValkeyConnection(listener.getsockname()[:2], None, end)) as connection:
+        server, _ = listener.accept()
+
+        def send() -> None:
+            with server:
+                server.sendall(b"*2\r\n*%d\r\n" % count + item * count + following % (resp._MOST // 2))
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            with pytest.raises(OSError, match="does not speak the protocol"):
+                connection.reply(end)
+        finally:
+            thread.join()

@@ -59,6 +59,8 @@ def cluster(
 
         [bold]kvtide cluster /run/kvtide.sock --tokens prompt.json[/bold]
     """
+    import logging
+
     import msgspec
 
     from kvtide import config as configuration
@@ -68,6 +70,7 @@ def cluster(
     if every < 0.1:
         raise ConfigError(f"--every is {every:g} s; it must be at least 100ms")
     path = socket_of(address, "run kvtide cluster on a host of the cluster, with the socket of the node there")
+    logging.getLogger("kvtide.valkey").setLevel(logging.ERROR)  # that there is no server is said below
     with (
         contextlib.suppress(KeyboardInterrupt),
         closing(_Directory(configuration.read(file))) as directory,
@@ -133,24 +136,21 @@ class _Directory:
     def found(self, status: Status, prompt: dict[str, list[bytes]] | None) -> dict[str, object]:
         """What is shown. Raises ConfigError and TierError."""
         from kvtide.errors import TierError
-        from kvtide.tiers.peers.cluster import EMBEDDED, directory_of, embedded_at, with_directory
+        from kvtide.tiers.peers.cluster import EMBEDDED, directory_of, embedded_reached_at, with_directory
+        from kvtide.tiers.shared.valkey_client import UnfitServer
 
         settings = self._config
         if settings.peers.directory == EMBEDDED:
-            settings = with_directory(settings, *embedded_at(settings.peers))
-        own_password = settings.peers.directory.startswith(EMBEDDED)
-        about = f"the directory at {settings.peers.directory.rpartition('@')[2]} (peers.directory)"
+            settings = with_directory(settings, *embedded_reached_at(settings.peers))
+        about = f"the directory at {settings.peers.directory} (peers.directory)"
         try:
             if self._opened is None:
                 self._opened = directory_of(settings.peers)
-            return _found(status, self._opened, prompt)
-        except TierError as e:
-            hint = (
-                "it is derived from peers.token_file, which must have the same secret as that of the nodes"
-                if own_password
-                else "see peers.directory_user and peers.directory_password_file"
-            )
-            raise TierError(f"{about} cannot be used: {e}. Its password: {hint}") from e
+            found = _found(status, self._opened, prompt)
+            found["where"] = settings.peers.directory
+            return found
+        except (TierError, UnfitServer) as e:
+            raise TierError(f"{about} cannot be used: {getattr(e, 'strerror', None) or e}") from e
         except OSError as e:
             raise TierError(
                 f"{about} does not answer: {e.strerror or e}. Nodes that know each other go on without it; "
@@ -288,6 +288,7 @@ def _show_list(nodes: list[dict[str, object]]) -> RenderableType:
 
 def _show(found: dict[str, object], *, clear: bool) -> None:
     from rich.console import Console, Group
+    from rich.markup import escape
     from rich.text import Text
 
     console = Console()
@@ -305,7 +306,7 @@ def _show(found: dict[str, object], *, clear: bool) -> None:
             matrix_lines(numbers, [MatrixCell(**cell) for cell in matrix], console.width) if len(numbers) > 1 else []
         )
         text = Text("\n".join([*lines, ""] if lines else lines), no_wrap=True)
-        shown = Group(_members(members), "", *([text] if lines else []), *_notes(found, len(members)))
+        shown = Group(_members(members), "", *([text] if lines else []), *map(escape, _notes(found, len(members))))
     if clear:
         console.clear()
     console.print(shown)
@@ -349,6 +350,11 @@ def _notes(found: dict[str, object], count: int) -> list[str]:
     directory, own, lookups = (found[name] for name in ("directory", "node", "lookups"))
     assert isinstance(directory, dict)
     notes = [f"{count} members; directory: {directory['entries']:,} entries, {size(directory['bytes'])}"]
+    if count == 1:  # as on each host, if all of them start a directory of their own
+        notes.append(
+            f'there is one member; other nodes join it with peers.directory = "{found["where"]}", the same '
+            "peers.cluster and the same secret (peers.token_file)"
+        )
     if isinstance(own, ClusterServing):
         notes.append(
             f"this node: {own.announced:,} blocks announced, {own.withdrawn:,} withdrawn, {own.waiting:,} waiting"

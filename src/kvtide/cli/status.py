@@ -159,8 +159,9 @@ def _cluster(now: Status) -> list[str]:
     state = (
         "draining" if own is not None and own.draining is not None else "" if member or own is None else "not joined"
     )
+    others = own.members if own is not None and own.draining is None else len(nodes.members)
     notes = [
-        f"cluster: {len(nodes.members) + bool(member):,} members"
+        f"cluster: {others + bool(member):,} members"
         + (f", this node is {state}" if state else "")
         + ("; the directory does not answer" if nodes.away else f", {nodes.lookups:,} lookups in the directory")
     ]

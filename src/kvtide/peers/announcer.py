@@ -204,7 +204,8 @@ class Announcer:
         self._failures += 1
         if not self._in_a_row:
             log.warning(
-                "blocks of this node cannot be announced in the directory: %s; it is tried again",
+                "blocks of this node cannot be announced in the directory: %s: %s; it is tried again",
+                self._directory.where,
                 getattr(error, "strerror", None) or repr(error),
                 exc_info=not isinstance(error, OSError),
             )

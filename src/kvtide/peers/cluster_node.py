@@ -50,7 +50,6 @@ class ClusterNode:
             undo.callback(self._directory.close)
             self._membership, self._announcer = self._join()
             undo.pop_all()
-        log.info("member of the cluster %r at %s", settings.cluster, self.address)
 
     def __repr__(self) -> str:
         return f"<ClusterNode {self.address}{', draining' if self._drain is not None else ''}>"
@@ -88,6 +87,7 @@ class ClusterNode:
             announced.failures,
             drain.statistics() if drain is not None else None,
             "" if drain is not None else self._membership.problem,
+            sum(member.name != self._store.name for member in self._membership.members().values()),
         )
 
     def drain(self) -> None:

@@ -21,11 +21,13 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from typing import Any
 
 from kvtide.config import Peers
 from kvtide.errors import ConfigError
-from kvtide.tiers.peers.cluster import directory_password, embedded_at
+from kvtide.tiers.peers.cluster import directory_password, embedded_at, embedded_reached_at
+from kvtide.tiers.tcp_connect import tcp_connect
 
 __all__ = ["EmbeddedDirectory"]
 
@@ -57,16 +59,15 @@ class EmbeddedDirectory:
                 "name a Valkey server of your own"
             ) from e
         self._binary = str(binary.get_binary_path())
-        listening, self.port = embedded_at(settings)
-        announced = settings.announce.rpartition(":")[0].strip("[]")
-        anywhere = listening in ("0.0.0.0", "::")
-        self.host = announced if anywhere and announced else "127.0.0.1" if anywhere else listening
-        self._bind = listening
+        self._bind, _ = embedded_at(settings)
+        self.host, self.port = embedded_reached_at(settings)
         self._password = directory_password(settings)
         self._libc = ctypes.CDLL(None)
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._problem = "it has not begun to serve yet"
+        """Why the last attempt to start it failed."""
         self._thread: threading.Thread | None = None
         # The child is told to end with the thread that started it: one that lives as long as the node.
         self._thread = threading.Thread(target=self._run, name="kvtide-directory", daemon=True)
@@ -74,8 +75,8 @@ class EmbeddedDirectory:
         if not self._ready.wait(_STARTING):
             self.close()
             raise ConfigError(
-                f"the directory could not be started at {self.host}:{self.port}: is another program there? Choose "
-                "another port for peers.listen, which is one less"
+                f"the directory of the cluster could not be started at {self.host}:{self.port}, the port after that of "
+                f"peers.listen: {self._problem}"
             )
         log.info("the directory of the cluster is at %s:%d", self.host, self.port)
 
@@ -87,21 +88,38 @@ class EmbeddedDirectory:
             try:
                 process = self._started()
             except OSError as e:
-                log.error("the directory cannot be started: %s", e.strerror or e)
+                self._failed(f"{self._binary}: {e.strerror or e}")
                 self._stop.wait(_PAUSE)
                 continue
             served = self._serve(process)
             if self._stop.is_set():
                 return
-            if not served and self._taken() and (link := self._login()) is not None:
+            if served:
+                self._problem = ""
+                log.error("the directory of the cluster ended (exit code %d); it is started again", process.returncode)
+            elif (refused := self._cannot_listen()) is None:
+                self._failed(f"{self._binary} ended with exit code {process.returncode}")
+            elif refused.errno != errno.EADDRINUSE:
+                self._failed(refused.strerror or str(refused))
+            elif (link := self._login()) is None:
+                self._failed(
+                    "another program listens there, or a directory of nodes with another secret (peers.token_file). "
+                    "End it, or choose another port for peers.listen"
+                )
+            else:
+                self._problem = ""
                 log.info("another directory of the cluster is at %s:%d", self.host, self.port)
                 self._ready.set()
                 with link:
                     self._watch(link)
                 log.warning("the directory at %s:%d has ended; this node starts one", self.host, self.port)
-            elif served:
-                log.error("the directory of the cluster ended (exit code %d); it is started again", process.returncode)
             self._stop.wait(_PAUSE)
+
+    def _failed(self, problem: str) -> None:
+        """It could not be started. Said once in a row, and not before the caller of ``__init__`` is told."""
+        if self._ready.is_set() and problem != self._problem:
+            log.error("the directory cannot be started at %s:%d: %s; it is tried again", self.host, self.port, problem)
+        self._problem = problem
 
     def _serve(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait for the end of our server. Returns whether it has served."""
@@ -115,13 +133,13 @@ class EmbeddedDirectory:
         process.wait()
         return served
 
-    def _taken(self) -> bool:
-        """Whether somebody else listens at the port."""
+    def _cannot_listen(self) -> OSError | None:
+        """Why nobody new can listen at the port; None: one can."""
         try:
             socket.create_server((self._bind, self.port), family=self._family()).close()
         except OSError as e:
-            return e.errno == errno.EADDRINUSE
-        return False
+            return e
+        return None
 
     def _family(self) -> socket.AddressFamily:
         return socket.AF_INET6 if ":" in self._bind else socket.AF_INET
@@ -171,7 +189,8 @@ class EmbeddedDirectory:
         """A connection to the server at the port, if our password is accepted there."""
         try:
             with contextlib.ExitStack() as undo:
-                link = undo.enter_context(socket.create_connection((self.host, self.port), _ASKING))
+                link = undo.enter_context(tcp_connect((self.host, self.port), time.monotonic() + _ASKING))
+                link.settimeout(_ASKING)
                 link.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
                 if _reply(link, 2) == b"+OK\r\n+PONG\r\n":
                     undo.pop_all()

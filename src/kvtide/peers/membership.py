@@ -204,7 +204,9 @@ class Membership:
                 self._due = now + self._lease / _RENEWALS
                 try:
                     self._work(now)
-                    self._failure = None
+                    failure, self._failure = self._failure, None
+                    if failure is not None:
+                        log.info("the directory of the cluster can be used again")
                 except Exception as e:  # noqa: BLE001 - whatever it is: without this thread the node is no member again
                     self._due = min(self._due, now + self._lease / _RETRIES)
                     self._failed(e)
@@ -234,7 +236,10 @@ class Membership:
     def problem(self) -> str:
         """What the last step failed for; empty: nothing."""
         e = self._failure
-        return "" if e is None else getattr(e, "strerror", None) or repr(e)
+        if e is None:
+            return ""
+        reason = getattr(e, "strerror", None) or repr(e)
+        return reason if isinstance(e, AddressTaken) else f"{self._directory.where}: {reason}"
 
     def _work(self, now: float) -> None:
         try:
@@ -276,6 +281,7 @@ class Membership:
         with self._lock:
             self._joined = sent
             self._own, self._last = (member, sent + self._lease), member
+        log.info("this node is a member of its cluster now, number %d at %s", member.number, member.address)
 
     def _report(self, own: Member, leases: Leases) -> None:
         measured = self._measured()

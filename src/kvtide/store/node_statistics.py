@@ -126,6 +126,9 @@ class ClusterServing:
     """None if it does not drain."""
     problem: str = ""
     """Why it could not renew its membership, or join; empty: it could."""
+    members: int = 0
+    """Other live members, as of its last renewal, or attempt to join; 0 while it drains. Those of ``ClusterStatistics``
+    are as of the last prompt."""
 
 
 @dataclass(frozen=True, slots=True)

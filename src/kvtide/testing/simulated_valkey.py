@@ -111,6 +111,8 @@ class SimulatedValkey:
             number, who = int.from_bytes(about[:2], "big"), about[2:18]
             if who != name and about[18:] == address:
                 if again == b"1":
+                    if mine is not None:
+                        self._changed(place, now)
                     return [0, epoch, who]
                 other = who
             if who in (name, other):

@@ -7,8 +7,9 @@ dropped, and callers never wait.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ _ENOUGH = 8 << 20
 """A job of small blocks has more of them, so that it reaches this many bytes."""
 _LOOK = 1 << 14
 """Rows examined in one hold of the index lock when counting unwritten blocks."""
+_PAUSE = 0.5
+"""Seconds that a wait for a storage may last before whoever drains the store is asked whether to go on."""
 
 
 _Watcher = tuple[Callable[[list[Any]], None], object]
@@ -488,11 +491,12 @@ class Demotion:
 
     def write_to_shared(self, tried: set[BlockKey]) -> Iterator[int]:
         """Write the blocks that are in no shared storage to each, hottest first, but those ``tried`` before, to which
-        they are added. Yields how many of them are there, whenever that may have changed. Ends when all are, or a
-        storage takes no more."""
+        they are added. Yields how many of them are there, and while it waits for a storage twice a second: whoever
+        iterates may want to end. Ends when all are, or a storage takes no more."""
         with self._index.lock:
             keys = [key for key in self._index.keys(self.unshared()) if key not in tried]
         tried.update(keys)
+        shared = 0
         for cold in self._storages():
             at = 0
             while at < len(keys):
@@ -501,10 +505,11 @@ class Demotion:
                     mine = self._index.rows(some)
                     left = len(self._flush(cold, mine[mine > 0]))
                 at += len(some) - left
-                if left and not cold.lane.wait_idle(cold.patience):
+                if left and not (yield from _wait_idle(cold, shared)):
                     return
-                yield self._shared_of(keys)
-            cold.lane.wait_idle(cold.patience)
+                shared = self._shared_of(keys)
+                yield shared
+            yield from _wait_idle(cold, shared)
         yield self._shared_of(keys)
 
     def _shared_of(self, keys: Sequence[BlockKey]) -> int:
@@ -537,6 +542,18 @@ class Demotion:
         except BaseException:
             self._interrupted()
             raise
+
+
+def _wait_idle(cold: ColdTier, shared: int) -> Generator[int, None, bool]:
+    """Wait for a storage as long as it may take. Yields ``shared`` meanwhile; returns whether nothing is written to it
+    any more."""
+    left = math.inf if cold.patience is None else cold.patience
+    while left > 0:
+        if cold.lane.wait_idle(min(_PAUSE, left)):
+            return True
+        left -= _PAUSE
+        yield shared
+    return False
 
 
 def _tell(watchers: list[_Watcher]) -> None:

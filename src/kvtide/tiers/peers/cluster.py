@@ -28,6 +28,7 @@ __all__ = [
     "directory_of",
     "directory_password",
     "embedded_at",
+    "embedded_reached_at",
     "positions_of",
     "with_directory",
 ]
@@ -58,6 +59,11 @@ def check_cluster(settings: Peers) -> None:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", settings.cluster):
         raise ConfigError(f"peers.cluster is {settings.cluster!r}; use up to 64 letters, digits, dots, _ and -")
     if settings.directory == EMBEDDED or settings.directory.startswith(_THERE):
+        if "@" in settings.directory:  # before any error that shows it
+            raise ConfigError(
+                "peers.directory has a user or password in it, which would be shown: leave it out, since the password "
+                "of a directory that a node starts itself is derived from peers.token_file"
+            )
         if settings.directory_password_file or settings.directory_user:
             raise ConfigError(
                 "a directory that a node starts itself has a password of its own: leave out peers.directory_user and "
@@ -98,7 +104,7 @@ def _named_at(url: str) -> tuple[str, str]:
     """Host, and host with port, of ``embedded://HOST:PORT``. Raises ConfigError."""
     parts = urlsplit(url)
     try:
-        if not parts.hostname or not parts.port or parts.path.strip("/") or parts.username:
+        if not parts.hostname or not parts.port or parts.path.strip("/"):
             raise ValueError
     except ValueError:
         raise ConfigError(f"peers.directory is {url!r}; it must be {_THERE}HOST:PORT") from None
@@ -137,6 +143,14 @@ def embedded_at(settings: Peers) -> tuple[str, int]:
     return host, port + 1
 
 
+def embedded_reached_at(settings: Peers) -> tuple[str, int]:
+    """Host and port by which others, and this node, reach the directory that it starts. Raises ConfigError."""
+    host, port = embedded_at(settings)
+    if host in _ANYWHERE:
+        host = settings.announce.rpartition(":")[0].strip("[]") or "127.0.0.1"
+    return host, port
+
+
 def directory_password(settings: Peers) -> str:
     """The password of a directory that a node starts. Raises ConfigError."""
     secret = PeerTrust(settings, Security()).secret() or b""
@@ -146,7 +160,7 @@ def directory_password(settings: Peers) -> str:
 def directory_of(settings: Peers) -> BlockDirectory:
     """The directory of a configuration. Raises ConfigError."""
     check_cluster(settings)
-    url, password = settings.directory, None
+    url, password, origin, where = settings.directory, None, "", settings.directory
     if url == EMBEDDED:
         raise ConfigError(
             "peers.directory is 'embedded': only a node (kvtide node) starts one. To read from its cluster, name it: "
@@ -154,6 +168,8 @@ def directory_of(settings: Peers) -> BlockDirectory:
         )
     if url.startswith(_THERE):
         url, password = f"valkey://{_named_at(url)[1]}/0", functools.partial(directory_password, settings)
+        where += " (one port above peers.listen of the node that starts it)"
+        origin = "the password is derived from peers.token_file, which must have the same secret on all nodes"
     login = Login(
         settings.directory_user,
         settings.directory_password_file,
@@ -162,8 +178,10 @@ def directory_of(settings: Peers) -> BlockDirectory:
         prefix="peers.directory_",
         url="peers.directory",
         password=password,
+        origin=origin,
+        forms=f"; or {EMBEDDED}, to start one here; or {_THERE}HOST:PORT, for one that another node has started",
     )
-    return open_directory(url, cluster=settings.cluster, timeout=_TIMEOUT, login=login)
+    return open_directory(url, cluster=settings.cluster, timeout=_TIMEOUT, where=where, login=login)
 
 
 def with_directory(config: Config, host: str, port: int) -> Config:

@@ -140,12 +140,16 @@ class BlockDirectory:
     sense.
     """
 
-    def __init__(self, runner: ScriptRunner, *, cluster: str = "default", timeout: float = 1.0) -> None:
+    def __init__(
+        self, runner: ScriptRunner, *, cluster: str = "default", timeout: float = 1.0, where: str = "Valkey"
+    ) -> None:
+        """``where`` it is, for messages."""
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", cluster):
             raise ConfigError(f"the cluster's name is {cluster!r}; use up to 64 letters, digits, dots, _ and -")
         self._runner = runner
         self._timeout = timeout
         self._cluster = cluster
+        self.where = where
         self._place = f"kvtide:{cluster}:{{members}}".encode()
         self._partitions = [b"kvtide:%b:{%b}" % (cluster.encode(), tag) for tag in _tags()]
         self._known = _UNKNOWN
@@ -392,14 +396,15 @@ def open_directory(
     *,
     cluster: str = "default",
     timeout: float = 1.0,
+    where: str = "",
     login: Login = Login(prefix="peers.directory_", url="peers.directory"),  # noqa: B008
 ) -> BlockDirectory:
     """The directory of a cluster in the Valkey at ``url`` (``valkey://host:6379/0``, ``valkeys://`` for TLS), which may
     be a cluster itself. Raises ConfigError, or TierError if the server was reached and cannot be used. It need not be
-    there yet."""
+    there yet. ``where`` is shown in messages instead of ``url``."""
     login = login._replace(harm="say which node has which block")
     client = ValkeyClient(url, login, _check_version, lost="what other nodes have is not known")
-    return BlockDirectory(ValkeyScripts(client), cluster=cluster, timeout=timeout)
+    return BlockDirectory(ValkeyScripts(client), cluster=cluster, timeout=timeout, where=where or url)
 
 
 def _check_version(about: Mapping[str, str]) -> None:

@@ -352,7 +352,7 @@ class PeerLink:
         self._closed = True
         if (connection := self._connection) is not None:
             connection.interrupt()
-        # A resolver may hang for longer. Then the connection is released by the request that makes it.
+        # A request may be making a connection. Then that request releases it.
         if self._busy.acquire(timeout=self._timeout):
             try:
                 self._drop()

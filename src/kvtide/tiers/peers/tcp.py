@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from kvtide.block import Span
 from kvtide.security.certificates import names_in
 from kvtide.tiers.peers.transport import PeerConnection, PeerListener
+from kvtide.tiers.tcp_connect import tcp_connect
 
 __all__ = ["Tcp", "TlsContexts", "split"]
 
@@ -40,10 +41,16 @@ would keep those of a host that is gone for two hours."""
 
 def split(address: str) -> tuple[str, int]:
     """Host and port of an address. Raises ValueError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) >= 1 << 16:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        host.encode("idna")  # as the resolver of names will
+        good = bool(host) and port.isascii() and port.isdigit() and int(port) < 1 << 16
+    except UnicodeError:
+        good = False
+    if not good:
         raise ValueError(f"{address!r} is no address; it must be a host and a port, such as 10.0.0.7:9411")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 class TlsContexts:
@@ -203,7 +210,7 @@ class Tcp:
             where = split(address)
         except ValueError as e:
             raise OSError(errno.EINVAL, str(e)) from e
-        return _Connection(_connected(where, timeout), address, self._tls, server=False)
+        return _Connection(tcp_connect(where, time.monotonic() + timeout), address, self._tls, server=False)
 
     def listen(self, address: str) -> PeerListener:
         try:
@@ -212,30 +219,6 @@ class Tcp:
             raise OSError(errno.EINVAL, str(e)) from e
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return _Listener(socket.create_server(where[:2], family=family, backlog=_BACKLOG), self._tls)
-
-
-def _connected(where: tuple[str, int], timeout: float) -> socket.socket:
-    """A socket that is connected to one of the addresses of a host. All attempts together take ``timeout`` seconds at
-    most; each gets an equal part of the time that is left, so one that says nothing does not hide the next."""
-    end = time.monotonic() + timeout
-    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
-    failure: OSError = TimeoutError(errno.ETIMEDOUT, "the node does not answer")
-    for n, (family, kind, protocol, _, to) in enumerate(found):
-        if (left := end - time.monotonic()) <= 0:
-            break
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.settimeout(left / (len(found) - n))
-            sock.connect(to)
-        except OSError as e:
-            sock.close()
-            failure = e
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise failure
 
 
 def _text(where: tuple[object, ...]) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvtide.block import Span
+from kvtide.tiers.tcp_connect import tcp_connect
 
 __all__ = ["Reply", "ValkeyConnection", "ValkeyRefused", "command"]
 
@@ -28,8 +29,8 @@ _FIRST, _PARTS = 6, 64
 _DIGITS = 20
 """The most characters of a number: it has 64 bits."""
 _LONGEST, _MOST, _DEEPEST = 64 << 20, 1 << 20, 8
-"""The most that ``reply`` takes: bytes of a value, items of a list, and lists in lists. More is not Valkey's answer to
-anything that is asked here."""
+"""The most that ``reply`` takes: bytes of all values, items of all lists, and lists in lists. More is not Valkey's
+answer to anything that is asked here."""
 
 Reply: TypeAlias = "int | bytes | ValkeyRefused | list[Reply] | None"
 Part = bytes | Span
@@ -54,8 +55,9 @@ class ValkeyConnection:
     """One connection, for one thread at a time. Calls raise TimeoutError at ``end``, and OSError if it breaks."""
 
     def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, end: float) -> None:
-        self._sock = socket.create_connection(address, _left(end))
+        self._sock = tcp_connect(address, end)
         try:
+            self._sock.settimeout(_left(end))  # for the handshake of TLS
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._gathers = tls is None
             if tls is not None:
@@ -67,6 +69,8 @@ class ValkeyConnection:
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
         """The range of the buffer with bytes that were received but not consumed."""
+        self._bytes_left = self._items_left = 0
+        """What the rest of a reply may have."""
 
     def close(self) -> None:
         self._sock.close()
@@ -83,7 +87,11 @@ class ValkeyConnection:
                 left[0] = memoryview(left[0])[count:]
             most = _PARTS
 
-    def reply(self, end: float, depth: int = 0) -> Reply:
+    def reply(self, end: float) -> Reply:
+        self._bytes_left, self._items_left = _LONGEST, _MOST
+        return self._reply(end, 0)
+
+    def _reply(self, end: float, depth: int) -> Reply:
         line = self._line(end)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -95,13 +103,15 @@ class ValkeyConnection:
             return number
         if number < 0:
             return None
-        if kind == b"$" and number <= _LONGEST:
+        if kind == b"$" and number <= self._bytes_left:
+            self._bytes_left -= number
             value = bytearray(number)
             self._fill(memoryview(value), end)
             self._line(end)
             return bytes(value)
-        if kind == b"*" and number <= _MOST and depth < _DEEPEST:
-            return [self.reply(end, depth + 1) for _ in range(number)]
+        if kind == b"*" and number <= self._items_left and depth < _DEEPEST:
+            self._items_left -= number
+            return [self._reply(end, depth + 1) for _ in range(number)]
         raise _nonsense()
 
     def values(self, count: int, end: float, unit: int = 0) -> list[bytes] | ValkeyRefused:

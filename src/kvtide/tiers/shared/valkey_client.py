@@ -74,6 +74,10 @@ class Login(NamedTuple):
     """What who knows the password can do."""
     password: Callable[[], str] | None = None
     """Instead of ``password_file``. May raise ConfigError."""
+    origin: str = ""
+    """Where that password comes from, for errors."""
+    forms: str = ""
+    """What the setting with the address may be besides the address of a Valkey, for errors."""
 
 
 class ValkeyClient:
@@ -96,6 +100,7 @@ class ValkeyClient:
         self._setting = login.url
         self._tls = _context(login) if tls else None
         self._words = functools.partial(_words, login)
+        self._origin = login.origin or f"see {login.prefix}user and {login.prefix}password_file"
         self._words()  # errors are reported now, and not at the first connection
         self._check = check
         self._lock = threading.Lock()
@@ -303,6 +308,11 @@ class ValkeyClient:
                     raise UnfitServer(errno.EINVAL, text)
             elif self._database:
                 checked(_call(connection, end, b"SELECT", b"%d" % self._database))
+        except UnfitServer as e:
+            connection.close()
+            if e.errno == errno.EACCES:
+                raise UnfitServer(e.errno, f"{e.strerror}: {self._origin}") from e
+            raise
         except BaseException:
             connection.close()
             raise
@@ -391,22 +401,23 @@ def _facts(info: Any) -> dict[str, str]:
 
 
 def _parse(url: str, login: Login) -> tuple[Address, int, bool]:
+    if "@" in url:  # before any error that shows the address
+        raise ConfigError(
+            f"{login.url} has a user or password in it, which would be shown: use {login.prefix}user and "
+            f"{login.prefix}password_file"
+        )
     try:
         parts = urlsplit(url)
         database = int(parts.path.strip("/") or 0)
         tls = _SCHEMES[parts.scheme]
         if not parts.hostname or parts.query or parts.fragment:
             raise ValueError
+        parts.hostname.encode("idna")  # as the resolver of names will; UnicodeError is a ValueError
         port = parts.port or 6379
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{login.url} is {url!r}; it must be valkey://HOST:PORT/DATABASE, or valkeys:// for TLS"
+            f"{login.url} is {url!r}; it must be valkey://HOST:PORT/DATABASE, or valkeys:// for TLS{login.forms}"
         ) from None
-    if parts.username or parts.password:
-        raise ConfigError(
-            f"{login.url} has a user or password in it, which would be shown: use {login.prefix}user and "
-            f"{login.prefix}password_file"
-        )
     return (parts.hostname, port), database, tls
 
 
