@@ -110,6 +110,18 @@ def test_the_same_bytes_arrive_and_fewer_are_sent(stores: Stores) -> None:
     assert held(store) == 0
 
 
+def test_blocks_that_do_not_get_smaller_are_sent_as_they_are(stores: Stores) -> None:
+    """A record of all of a block's bytes has one checksum; one that is compressed has one for each section."""
+    store, server = stores.serving(dram={"budget": "64MiB", "segment": "4MiB"})
+    noise = [np.random.default_rng(n).integers(0, 256, GEOMETRY.nbytes, np.uint8) for n in range(COUNT)]
+    with store.session(MODEL) as session, closing(tier_for(store, server.address)) as tier:
+        session.store(TOKENS, noise)
+        results, found = read(tier, keys_of(store))
+        assert results == [True] * COUNT
+        assert all(np.array_equal(one, right) for one, right in zip(found, noise, strict=True))
+        assert tier.statistics().bytes_compressed == 0
+
+
 def test_blocks_that_are_not_there_and_parts_of_blocks(stores: Stores) -> None:
     store, server = stores.serving(dram={"budget": "64MiB", "segment": "4MiB"})
     with store.session(MODEL) as session, closing(tier_for(store, server.address)) as tier:

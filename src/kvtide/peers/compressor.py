@@ -113,8 +113,8 @@ class BlockCompressor:
                     if (error := job.exception()) is not None:
                         if not isinstance(error, _GivenUp):
                             log.error("a block could not be compressed: %r", error, exc_info=error)
-                    elif place == i:
-                        record = job.result()
+                    elif place == i and len(job.result().payload) < len(one.payload):
+                        record = job.result()  # else it would be taken for one that is not compressed
                     job = None
                 if job is None and i + 1 < len(sent):
                     job, place = self._begin(sent[i + 1], ended, 0), i + 1
