@@ -127,8 +127,8 @@ _UNVERIFIED = (
     "writes at 0.76 and 0.94. Beside its calls for whole objects, 8 in a call, ours reaches 1.00 to 1.35."
 )
 _VERIFIED = (
-    "The bare stream verifies nothing. Of the 0.8 ms of processor time that kvtide's reader takes for 2 MiB over TCP, "
-    "0.5 are for receiving, 0.2 for the checksum, and 0.1 for everything else."
+    "The bare stream verifies nothing. Beside one that computes the same checksums on both ends, which the notes of "
+    "the table name, TCP reaches 0.99 to 1.06 and TLS 0.87 to 1.02."
 )
 _ONE_HOST = "All four nodes share two cores; with 16 cores the target is met."
 REASONS = {
