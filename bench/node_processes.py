@@ -36,7 +36,7 @@ from kvtide.peers.server import PeerServer
 from kvtide.store.store import Store
 from kvtide.testing.blocks import aligned
 from kvtide.tiers.base import FoundBlock, Identity, Read
-from kvtide.tiers.peers.tier import PeerTier
+from kvtide.tiers.peers.tier import PeerTier, connections_of
 from kvtide.tiers.peers.trust import PeerTrust
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "receive_stream",
     "send_stream",
     "serve",
+    "settings_of",
 ]
 
 TOTAL = 512 * MIB
@@ -96,7 +97,7 @@ def settings_of(folder: str, tls: bool, **peers: object) -> configuration.Config
     if tls:
         trust = {"certificate": f"{folder}/host.pem", "authority": f"{folder}/ca.pem", "names": "host"}
     # What is used is far less. Of this, a part is what answers to one address may hold, and all clients have the same.
-    budget = 8 * TOTAL
+    budget = 16 * TOTAL
     return configuration.read(
         None, env={}, dram={"budget": budget, "segment": 64 * MIB}, peers={**trust, **peers, "timeout": 30.0}
     )
@@ -148,16 +149,19 @@ def read(
     addresses: Sequence[str],
     keys: list[bytes],
     fabric: str = "tcp",
+    connections: int = 0,
 ) -> None:
-    """A reader of a node's blocks. To ("read", n): the start and the end of reading the first n."""
+    """A reader of a node's blocks. To ("read", n): the start and the end of reading the first n. ``connections``: 0: as
+    many as a node chooses."""
     config = settings_of(folder, tls, addresses=" ".join(addresses), fabric=fabric)
+    connections = connections or connections_of(config.peers)
     trust, who = PeerTrust(config.peers, config.security), identity_of(nbytes)
     names = [BlockKey(key + who.group) for key in keys]
     memory = aligned(nbytes * len(keys))
     np.frombuffer(memory, np.uint8)[:] = 1
     spans = [memory[i : i + nbytes] for i in range(0, len(memory), nbytes)]
     expected = bytes(block_sources(nbytes)[0][:64])  # to make them takes long, and would count as reading
-    tiers = [PeerTier(a, trust, connections=CONNECTIONS, timeout=30.0) for a in addresses]
+    tiers = [PeerTier(a, trust, connections=connections, timeout=30.0) for a in addresses]
 
     def answer(message: Message) -> object:
         if message[0] == "read":

@@ -26,9 +26,11 @@ from bench.node_processes import (
     receive_stream,
     send_stream,
     serve,
+    settings_of,
 )
 from kvtide.benchmarks.record import BenchRecord, Rounds, figure
 from kvtide.benchmarks.settings import MIB, SMALL, Settings
+from kvtide.tiers.peers.tier import connections_of
 
 __all__ = ["other_nodes"]
 
@@ -52,7 +54,7 @@ def other_nodes(settings: Settings) -> Iterator[BenchRecord]:
 
 def _reads(settings: Settings, folder: str, tls: bool, nbytes: int, clients: int) -> Iterator[BenchRecord]:
     count = TOTAL // nbytes
-    mine = max(1, count // clients // 2) if clients > 1 else count  # so that a round is as long
+    mine = count if clients == 1 else count // 2
     name = f"peers-{'tls-' if tls else ''}read-{nbytes // MIB}mib-{clients}-client{'s' if clients > 1 else ''}"
     with ExitStack() as stack:
         contests: dict[str, Contest] = {}
@@ -62,6 +64,8 @@ def _reads(settings: Settings, folder: str, tls: bool, nbytes: int, clients: int
         contests["kvtide"] = Contest(server, readers, nbytes, mine)
         bare = {"stream": (CONNECTIONS, False), "stream, 1 connection": (1, False)}
         bare["stream + checksums"] = CONNECTIONS, True
+        if (ours := connections_of(settings_of(folder, tls).peers)) > CONNECTIONS:
+            bare["stream, as many connections"] = ours, False
         for what, (connections, checked) in bare.items():
             sender = Worker(stack, send_stream, folder, tls, nbytes, count, checked)
             where = sender.pipe.recv()
@@ -86,11 +90,11 @@ def _reads(settings: Settings, folder: str, tls: bool, nbytes: int, clients: int
                     rounds[what]["read"].append(sample)
                 else:
                     first[what] = sample.speed
-    yield from _figures(settings, name, rounds, tls, first)
+    yield from _figures(settings, name, rounds, tls, first, ours)
 
 
 def _figures(
-    settings: Settings, name: str, rounds: Rounds, tls: bool, first: dict[str, float]
+    settings: Settings, name: str, rounds: Rounds, tls: bool, first: dict[str, float], connections: int
 ) -> Iterator[BenchRecord]:
     samples = {what: tasks["read"] for what, tasks in rounds.items()}
     bare = ["stream", "stream, 1 connection"]
@@ -98,6 +102,8 @@ def _figures(
     kind = "a bare TLS stream" if tls else "a bare socket stream"
     checked, plain = samples["stream + checksums"], samples["stream"]
     with_checksums = statistics.median(s.speed for s in checked)
+    like = samples.get("stream, as many connections")
+    as_many = f"; over {connections}, as kvtide, {statistics.median(s.speed for s in like):.2f} GB/s" if like else ""
     yield figure(
         name,
         "GB/s",
@@ -110,8 +116,9 @@ def _figures(
         command=settings.command,
         note=f"verified; the bare stream, over {1 if best != 'stream' else CONNECTIONS} connections, which is faster "
         f"than over {CONNECTIONS if best != 'stream' else 1}, computes no checksum (with checksums on both ends: "
-        f"{with_checksums:.2f} GB/s); when the blocks were read for the first time, and their checksums computed, "
-        f"{first['kvtide']:.2f} GB/s, and the bare stream {first[best]:.2f}; both sides on {os.cpu_count()} cores",
+        f"{with_checksums:.2f} GB/s{as_many}); when the blocks were read for the first time, and their checksums "
+        f"computed, {first['kvtide']:.2f} GB/s, and the bare stream {first[best]:.2f}; both sides on "
+        f"{os.cpu_count()} cores",
     )
     allowed = [1.2 * b.cpu_per_gb + max(0.0, c.cpu_per_gb - b.cpu_per_gb) for b, c in zip(plain, checked, strict=True)]
     costs = [statistics.median(s.cpu_per_gb for s in some) for some in (plain, checked)]

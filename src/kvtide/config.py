@@ -342,8 +342,14 @@ class Peers(_Section, frozen=True):
         ),
     ] = 0.05
     connections: Annotated[
-        int, _plain("Connections to each node for blocks; there is one more for lookups.", ge=1, le=32)
-    ] = 2
+        int,
+        _plain(
+            "Connections to each node for blocks; there is one more for lookups. 0: four, or two with TLS, with "
+            "peers.fabric, or if this process may use fewer than four CPUs.",
+            ge=0,
+            le=32,
+        ),
+    ] = 0
     fabric: Annotated[
         Literal["tcp", "auto", "nixl"],
         _plain(

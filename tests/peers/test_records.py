@@ -117,7 +117,8 @@ def test_a_byte_that_was_changed_on_the_way_is_a_miss(
 ) -> None:
     """Of the second of three blocks; the others are read."""
     if pieces == "in pieces":
-        monkeypatch.setattr(link, "_PIECE", 3 * 4096)
+        for size in ("_SMALL_PIECE", "_LARGE_PIECE"):
+            monkeypatch.setattr(link, size, 3 * 4096)
     store, server, keys = served
     with closing(Relay(stores, store, server, None, flip(RECORD + FLIPPED[where]))) as relay:
         results, found, reasons = read(store, relay.address, keys)

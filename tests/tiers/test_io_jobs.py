@@ -47,6 +47,21 @@ def test_items_keep_their_order(jobs: Jobs[int]) -> None:
     assert answer.wait() == [2 * n for n in range(50)]
 
 
+@pytest.mark.parametrize(("most", "sizes"), [(None, [2, 16, 16, 16]), (20, [10, 20, 20]), (40, [25, 25])])
+def test_a_caller_may_have_larger_jobs(jobs: Jobs[int], most: int | None, sizes: list[int]) -> None:
+    """Of 50 items on two threads."""
+    answer, seen = CallerAnswer[int](50), list[int]()
+
+    def run(items: Sequence[int], worker: int) -> list[int]:
+        seen.append(len(items))
+        return list(items)
+
+    batch = Batch("read", range(50), run, -1, answer)
+    jobs.submit(batch) if most is None else jobs.submit(batch, most)
+    assert answer.wait() == [*range(50)]
+    assert sorted(seen) == sizes
+
+
 def test_a_job_that_hangs_and_uses_no_memory_fails(jobs: Jobs[int], refused: list[tuple[str, int]]) -> None:
     hanging, answer = Hanging(), CallerAnswer[bool](1)
     jobs.submit(Batch("find", [1], hanging, False, answer))

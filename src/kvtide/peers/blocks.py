@@ -223,7 +223,7 @@ class PeerBlocks:
     def credit(self) -> RequestCredit:
         """What a request may ask for: several may be under way for one address, and few large ones take less work than
         many small ones."""
-        return RequestCredit(nbytes=max(RequestCredit().nbytes, min(MOST_CREDIT.nbytes, self._budget.each // 4)))
+        return RequestCredit(nbytes=max(RequestCredit().nbytes, min(MOST_CREDIT.nbytes, self._budget.each // 8)))
 
     @property
     def bytes_held(self) -> int:

@@ -18,11 +18,11 @@ from kvtide.tiers.peers.transport import PeerConnection
 
 __all__ = ["GreetedPeer", "PeerCaller", "PeerCallers"]
 
-_CONNECTIONS = 256
-_EACH = 64
-"""Authenticated connections of one address: a node has three."""
-_STRANGERS = 32
-_STRANGERS_EACH = 8
+_CONNECTIONS = 512
+_EACH = 96
+"""Authenticated connections of one address: a node has five at most, unless its settings say otherwise."""
+_STRANGERS = 64
+_STRANGERS_EACH = 16
 _LEAVING = 128
 """Threads of strangers that were ended, and have not noticed yet."""
 

@@ -63,7 +63,7 @@ from kvtide.tiers.nvme.tier import Nvme
 from kvtide.tiers.peers.cluster import directory_of, positions_of
 from kvtide.tiers.peers.endings import Endings
 from kvtide.tiers.peers.position import PeerPosition
-from kvtide.tiers.peers.tier import PeerTier
+from kvtide.tiers.peers.tier import PeerTier, connections_of
 from kvtide.tiers.peers.trust import PeerTrust, addresses_of
 from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
 from kvtide.tiers.shared.budget import BudgetCoordinator, CoordinationBlobs
@@ -351,7 +351,7 @@ class Partition:
         return PeerTier(
             address,
             trust,
-            connections=settings.connections,
+            connections=connections_of(settings),
             timeout=settings.timeout,
             encryption=Encryption(self.context.key_ring, seals=False),
             own=self.context.name,
@@ -367,7 +367,7 @@ class Partition:
         tier.lost = lambda: self.pending_blocks.removed(name, None)
         self._running.callback(again_if_interrupted, tier.close)
         # Enough that each connection has a next request when one has ended.
-        lane = Lane(tier, self.clock, 0, 8 * settings.connections, call_soon)
+        lane = Lane(tier, self.clock, 0, 8 * connections_of(settings), call_soon)
         number, patience = len(self.colds) + 1, 2 * settings.timeout
         return ColdTier(number, name, tier, lane, Never(), None, shared=True, read_only=True, patience=patience)
 

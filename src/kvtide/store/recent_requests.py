@@ -1,9 +1,9 @@
 """Remembers recent requests and why their blocks were missing: for ``explain`` of a past request, and for counts.
 
 The caller's thread only appends to a queue, and only for a match that the engine gave a name, or that missed blocks. Of
-those without a name a sample is enough: a few of each half second. A thread of its own finds out the reasons half a
-second later, in slices, and takes a tenth of a core at most; nobody else waits for it. Records of later events do not
-count, so that it need not hurry. All of it takes a fixed amount of memory: the oldest requests are forgotten first.
+those without a name a sample is enough: ten of each half second. A thread of its own finds out the reasons half a
+second later, in slices, and takes a fiftieth of a core at most; nobody else waits for it. Records of later events do
+not count, so that it need not hurry. All of it takes a fixed amount of memory: the oldest requests are forgotten first.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _REQUEST, _RANGE = 600, 400
 """Bytes that a request and a range of its blocks take after that, at most."""
 _SLICE = 0.005
 """Seconds of work after which the thread rests,"""
-_RESTS = 9
+_RESTS = 49
 """and for how many times as long: many requests must not cost more than a part of a core."""
 _SAMPLE = 10
-"""Requests without a name that are taken until the thread has looked at those before."""
+"""Requests without a name that are taken in each half second."""
 _QUEUE = 10_000
 """The most requests that wait for that."""
 _CHILD = re.compile(r"\d+_")
@@ -130,7 +130,10 @@ class RecentRequests:
         """When the thread has work to do; None if nothing waits."""
         self._rests_until = 0.0
         self._unnamed = _SAMPLE
-        """Requests without a name that may still be taken before the thread has looked at those before."""
+        """Requests without a name that may still be taken before the thread has looked at those before, or has worked
+        for half a second on others."""
+        self._sampled = 0.0
+        """When so many were allowed last, while others waited."""
         self._wake: SimpleQueue[bool] = SimpleQueue()
         """Wakes the thread; False ends it. Not a ``threading.Event``: a caller that is interrupted while it sets one
         may leave it locked; this queue, written in C, it cannot."""
@@ -213,8 +216,10 @@ class RecentRequests:
                     return float("inf")
                 entry = self._entries[number]
             self._look(number, entry)
-        self._unnamed = _SAMPLE
-        self._rests_until = time.monotonic() + _RESTS * spent
+        now = time.monotonic()
+        if now >= self._sampled + _SOON:
+            self._unnamed, self._sampled = _SAMPLE, now
+        self._rests_until = now + _RESTS * spent
         return _RESTS * spent
 
     def _waiting_numbers(self) -> Iterator[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -46,7 +47,7 @@ from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 
-__all__ = ["LOOKUP", "Arrival", "PeerLink", "WantedBlock"]
+__all__ = ["LOOKUP", "Arrival", "PeerLink", "WantedBlock", "many_processors"]
 
 LOOKUP = 0.5
 """Seconds that a lookup may take at most, connecting included."""
@@ -54,8 +55,15 @@ _LARGEST = 1 << 20
 """The most bytes of an answer besides records."""
 _AHEAD = 1
 """Requests that are sent before the answer to the one before them is read."""
-_PIECE = 8 << 20
-"""Bytes that are received at a time, of one block or several. While they are verified, the kernel receives more."""
+_SMALL_PIECE, _LARGE_PIECE = 512 << 10, 8 << 20
+"""Bytes that are received at a time, of one block or several. While they are verified, the kernel receives more. What
+is small is still in the processor's cache then, but it takes more calls: that pays with many processors."""
+_MANY = 4
+
+
+def many_processors() -> bool:
+    """Whether there are enough for all connections to verify blocks while others receive some."""
+    return len(os.sched_getaffinity(0)) >= _MANY
 
 
 class WantedBlock(NamedTuple):
@@ -127,6 +135,7 @@ class PeerLink:
         self._watchdog = watchdog
         self._own = own
         self._named = named
+        self._piece = _SMALL_PIECE if many_processors() else _LARGE_PIECE
         self._connection: PeerConnection | None = None
         self._credit = RequestCredit()
         self._features = 0
@@ -225,14 +234,15 @@ class PeerLink:
         arrived: list[Arrival] = []
         """What will have arrived when ``into`` is filled."""
         size = 0
+        most = self._piece
         for number, (block, (presence, _, nbytes)) in enumerate(zip(blocks, parts, strict=True), first):
             if presence != Presence.HIT:
                 arrived.append(Arrival(number, Presence(presence), 0, complete=True))
                 continue
             into.append(block.header[:ALIGN])
-            for start in range(0, nbytes, _PIECE):
-                piece = block.payload[start : start + _PIECE]
-                if size + len(piece) > _PIECE:
+            for start in range(0, nbytes, most):
+                piece = block.payload[start : start + most]
+                if size + len(piece) > most:
                     allowed.more(size)
                     connection.receive(into)
                     yield from arrived

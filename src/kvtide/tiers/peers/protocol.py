@@ -105,7 +105,7 @@ PART = struct.Struct("<B3xIQ")
 """Presence, bytes of the header, bytes of the sections that follow. Of READ_COMPRESSED: fewer than the block has if
 they are compressed."""
 ALL = 0xFFFFFFFF
-_KEYS, _BLOCKS, _BYTES, _MOST_BYTES = 1024, 64, 8 << 20, 32 << 20
+_KEYS, _BLOCKS, _BYTES, _MOST_BYTES = 1024, 64, 8 << 20, 16 << 20
 LARGEST_BLOCK = (1 << 32) - ALIGN
 """The most bytes of a block that is sent: the table of its record has 32 bits for them."""
 LARGEST_BODY = IDENTITY.size + _KEYS * max(DIGEST, ITEM.size)

@@ -33,6 +33,7 @@ from xxhash import xxh3_128
 from kvtide import forks
 from kvtide.block import ALIGN, DIGEST, BlockKey, Span
 from kvtide.clock import Clock, SystemClock
+from kvtide.config import Peers
 from kvtide.serial_executor import SerialExecutor
 from kvtide.tiers.base import (
     FoundBlock,
@@ -51,19 +52,23 @@ from kvtide.tiers.format.scratch import Pool
 from kvtide.tiers.peers.availability import Availability, OtherNode
 from kvtide.tiers.peers.compression import CompressionChoice, ReadEnd
 from kvtide.tiers.peers.endings import REMEMBERED, Endings
-from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock
+from kvtide.tiers.peers.link import LOOKUP, PeerLink, WantedBlock, many_processors
 from kvtide.tiers.peers.protocol import SLOWEST, LocatedBlocks, Presence, as_sent
 from kvtide.tiers.peers.read_only import ReadOnlyTier
 from kvtide.tiers.peers.trust import PeerTrust
 from kvtide.tiers.peers.watchdog import Watchdog
 from kvtide.tiers.shared.io_jobs import Batch, Jobs
 
-__all__ = ["PeerTier"]
+__all__ = ["PeerTier", "connections_of"]
 
 _ABSENT = 2.0
 """Seconds for which a block is remembered as absent."""
-_JOB = 64 << 20
-"""Bytes that a connection reads for a batch at a time, in several requests."""
+_JOB, _BLOCKS = 64 << 20, 1024
+"""Bytes and blocks that a connection reads for a batch at a time, in several requests."""
+_MANY, _FEW = 4, 2
+"""Connections for blocks, if the settings do not say how many: over TCP with many processors, and otherwise. While one
+verifies what it received, others receive. With TLS each record of 16 KiB is a call that needs the interpreter, so more
+than two connections only wait for each other."""
 _GRACE = 1.5
 """Jobs may take that much longer than their connection's deadline, which ends them."""
 _CODEC = slice(144, 146)
@@ -80,6 +85,12 @@ _FOUND: Callable[[tuple[object, ...]], FoundBlock] = functools.partial(tuple.__n
 
 class _NotAsked(OSError):  # noqa: N818 - a finding
     """A block was not asked for, since the node is away. It says nothing new about the node."""
+
+
+def connections_of(settings: Peers) -> int:
+    """Over how many connections blocks are read from a node."""
+    plain = settings.fabric == "tcp" and not settings.certificate
+    return settings.connections or (_MANY if plain and many_processors() else _FEW)
 
 
 class _Worker:
@@ -107,7 +118,7 @@ class PeerTier(ReadOnlyTier):
         address: str,
         trust: PeerTrust,
         *,
-        connections: int = 2,
+        connections: int = _FEW,
         timeout: float = 2.0,
         encryption: Encryption = OPEN,
         own: bytes = b"",
@@ -171,7 +182,7 @@ class PeerTier(ReadOnlyTier):
 
         self.greet()
         sizes = [len(item.span) for item in batch]
-        most = max(2, _JOB // max([1, *sizes]))
+        most = min(_BLOCKS, max(2, _JOB // max([1, *sizes])))
         job = Batch("read", batch, self._read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
         self._reading.submit(job, most)
 

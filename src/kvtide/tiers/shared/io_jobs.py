@@ -21,14 +21,14 @@ from typing import Any, Generic, TypeVar
 
 from kvtide.clock import Clock
 
-__all__ = ["Batch", "Jobs", "Trickle"]
+__all__ = ["MOST", "Batch", "Jobs", "Trickle"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 W = TypeVar("W")
 
-_RUN = 16
-"""The maximum number of items of a job."""
+MOST = 16
+"""The maximum number of items of a job, unless ``submit`` is told another."""
 _LOOKS = 8
 """How often a job is checked during its timeout."""
 _QUIET = 16
@@ -144,9 +144,9 @@ class Jobs(Generic[W]):
         """Whether storage does not answer at the moment."""
         return self._late > 0 or self._clock.monotonic() < self._rest
 
-    def submit(self, batch: Batch[Any, Any, W], most: int = _RUN) -> None:
+    def submit(self, batch: Batch[Any, Any, W], most: int = MOST) -> None:
         """Run a batch, in jobs of at most ``most`` items."""
-        size = max(1, min(most, _RUN, -(-len(batch.items) // len(self._threads))))
+        size = max(1, min(most, -(-len(batch.items) // len(self._threads))))
         jobs = batch.cut(size, self._clock.monotonic() + self._timeout + batch.longer)
         with self._changed:
             refused = self.hangs or self._closed

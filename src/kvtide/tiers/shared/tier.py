@@ -55,7 +55,7 @@ from kvtide.tiers.format.scratch import Pool, Scratch
 from kvtide.tiers.shared.blobs import Blobs, LastingBlobs
 from kvtide.tiers.shared.budget import BudgetCoordinatorStatistics
 from kvtide.tiers.shared.drop_log import NOT_OURS, PAGE, DropLog
-from kvtide.tiers.shared.io_jobs import Batch, Jobs, Trickle
+from kvtide.tiers.shared.io_jobs import MOST, Batch, Jobs, Trickle
 
 __all__ = ["Credit", "Permit", "Shared", "place_of"]
 
@@ -650,7 +650,7 @@ def _refused(key: BlockKey, who: Identity) -> BlockKey:
 def _together(batch: Sequence[Read] | Sequence[Write]) -> int:
     """How many of these blocks one call may move: enough to make the call's overhead small, few enough to end in
     time."""
-    return _CALL // max([1, *(len(item.span) for item in batch)])
+    return min(MOST, _CALL // max([1, *(len(item.span) for item in batch)]))
 
 
 def _starts(run: Sequence[Identity], packer: Packer) -> list[Span]:
