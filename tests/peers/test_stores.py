@@ -46,7 +46,7 @@ from kvtide.tiers.peers import link
 from kvtide.tiers.peers.greeting import ask_in
 from kvtide.tiers.peers.protocol import ALL, IDENTITY, ITEM, REQUEST, Operation, pack_identity
 from kvtide.tiers.peers.tcp import Tcp
-from kvtide.tiers.peers.tier import PeerTier
+from kvtide.tiers.peers.tier import PeerTier, connections_of
 from kvtide.tiers.peers.transport import PeerConnection
 from kvtide.tiers.peers.trust import PeerTrust
 from tests.node.certificates import Authority
@@ -501,7 +501,7 @@ def test_a_node_that_was_restarted_is_read_at_once(stores: Stores) -> None:
                 tokens = prompt(*range(100 * number, 100 * number + 80))  # for all connections
                 keep(first, tokens)
                 assert length(second, tokens) == len(tokens)
-                assert server.statistics().connections == 3
+                assert server.statistics().connections == 1 + connections_of(two.config.peers)
     assert two.statistics().tiers[name(address)].reasons == ()
 
 
@@ -597,7 +597,8 @@ def test_blocks_that_arrived_before_a_connection_ended_count(stores: Stores, mon
         spans = [memory[i : i + geometry.footprint] for i in range(0, len(memory), geometry.footprint)]
         with closing(PeerTier(proxy.address, trust, connections=1, timeout=5.0)) as tier:
             answer: CallerAnswer[ReadResult] = CallerAnswer(8)
-            monkeypatch.setattr(link, "_PIECE", geometry.footprint)
+            for size in ("_SMALL_PIECE", "_LARGE_PIECE"):
+                monkeypatch.setattr(link, size, geometry.footprint)
             proxy.harm(112 + 16 + 8 * 16 + 5 * (4096 + geometry.footprint) + 100, "cut")
             tier.read([Read(key, who, 0, span) for key, span in zip(keys, spans, strict=True)], answer)
             results = answer.wait()
