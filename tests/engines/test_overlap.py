@@ -316,15 +316,21 @@ def test_a_store_that_is_closed_meanwhile(llama: PreTrainedModel, tmp_path: Path
             store.session(attached.identity())
 
 
+@pytest.mark.parametrize("held", [0, 3])
 def test_a_copy_during_which_the_session_was_closed_does_not_count(
-    llama: PreTrainedModel, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
     """By then others may have written there."""
-    with cold(llama, tmp_path, FaultyDisk()) as (attached, _, stored):
+    with cold(llama, tmp_path, FaultyDisk()) as (attached, store, stored):
+        if held:
+            with store.session(attached.identity()) as session:
+                session.prefetch(BATCH["input_ids"][0, : held * BLOCK].numpy().astype("uint32")).wait()
+            as_slow_as_loading(attached, held=held * BLOCK)
         monkeypatch.setattr(Session, "closed", property(lambda session: True))
         watch.during = lambda number: watch.now.wait() if number == 0 else None
         answer = attached.generate(**BATCH, **MORE)
         assert answer.report.cached == (0,)
+        assert watch.chunks
         assert torch.equal(answer.output.sequences, stored.sequences)
 
 

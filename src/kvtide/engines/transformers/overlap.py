@@ -170,9 +170,10 @@ class Overlap:
         blocks = self._session.load(match).wait(0.0).blocks
         move = self.memory.load(self._mover, enumerate(blocks))
         self._held.callback(move.wait)
-        move.join()
-        with self._changed:
-            self._loaded[: len(blocks)] = [True] * len(blocks)
+        move.wait()
+        if not self._session.closed:  # else the blocks' memory may have been overwritten meanwhile
+            with self._changed:
+                self._loaded[: len(blocks)] = [True] * len(blocks)
 
     def _match(self, blocks: range) -> Match:
         chain = self._chain.first(blocks.stop)
