@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -314,15 +316,21 @@ def test_a_store_that_is_closed_meanwhile(llama: PreTrainedModel, tmp_path: Path
             store.session(attached.identity())
 
 
+@pytest.mark.parametrize("held", [0, 3])
 def test_a_copy_during_which_the_session_was_closed_does_not_count(
-    llama: PreTrainedModel, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
     """By then others may have written there."""
-    with cold(llama, tmp_path, FaultyDisk()) as (attached, _, stored):
+    with cold(llama, tmp_path, FaultyDisk()) as (attached, store, stored):
+        if held:
+            with store.session(attached.identity()) as session:
+                session.prefetch(BATCH["input_ids"][0, : held * BLOCK].numpy().astype("uint32")).wait()
+            as_slow_as_loading(attached, held=held * BLOCK)
         monkeypatch.setattr(Session, "closed", property(lambda session: True))
         watch.during = lambda number: watch.now.wait() if number == 0 else None
         answer = attached.generate(**BATCH, **MORE)
         assert answer.report.cached == (0,)
+        assert watch.chunks
         assert torch.equal(answer.output.sequences, stored.sequences)
 
 
@@ -342,6 +350,41 @@ def test_what_is_in_memory_is_neither_loaded_nor_computed(llama: PreTrainedModel
         answer = attached.generate(**BATCH, **MORE)
         assert watch.chunks == [(3 * BLOCK, 4 * BLOCK)]
         check(llama, stored, watch, answer)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_what_has_left_memory_meanwhile_is_computed_without_a_disk(
+    llama: PreTrainedModel, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """The blocks are evicted after they were found in memory and before they are copied, and the disk hangs."""
+    disk = PacedDisk()
+    tokens = BATCH["input_ids"][0].numpy().astype("uint32")
+    with cold(llama, tmp_path, disk) as (attached, store, stored), store.session(attached.identity()) as session:
+        session.prefetch(tokens[: 3 * BLOCK]).wait()
+        as_slow_as_loading(attached, held=3 * BLOCK)
+
+        def evict(*args: Any) -> ChunkSizes:
+            geometry = session.layout.geometry[session.layout.groups[0].name]
+            count = store.config.dram.budget // geometry.footprint
+            others = np.arange(count * BLOCK, dtype=np.uint32)
+            with session.match(tokens[: kept * BLOCK], prefill=0):  # leased blocks stay
+                session.store(others, [np.zeros(geometry.nbytes, np.uint8)] * count)
+            assert store.flush(60)  # what waits to be written takes memory that loads need
+            with session.match(tokens, prefill=0, again=True) as match:
+                assert (match.blocks, match.held_tokens) == (BLOCKS, kept * BLOCK)
+            return ChunkSizes(1, 1)
+
+        monkeypatch.setattr(attached_module, "sizes", evict)
+        disk.let(0)
+        with ThreadPoolExecutor(1) as executor:
+            try:
+                answer = executor.submit(attached.generate, **BATCH, **MORE).result(60)
+            finally:
+                disk.let(1 << 30)
+        assert answer.report.cached == (kept * BLOCK,)
+        assert watch.chunks == [(i * BLOCK, (i + 1) * BLOCK) for i in range(kept, BLOCKS)]
+        check(llama, stored, watch, answer)
+        assert eventually(lambda: store.statistics().held == 0)
 
 
 def test_a_disk_that_hangs_does_not_hang_the_model(

@@ -224,6 +224,30 @@ def test_a_drain_can_be_repeated(tmp_path: Path) -> None:
         assert found(one, prompt(*range(50, 80))), "from shared storage"
 
 
+def test_a_drain_says_whether_the_directory_may_still_list_the_node(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        valkey = stack.enter_context(ValkeyServer(tmp_path / "valkey", maxmemory_policy="noeviction"))
+        nodes = Nodes(tmp_path, stack, KVTIDE_PEERS_LEASE="60s")
+        nodes.directory = valkey.url
+        two = nodes.node("two")
+        until(lambda: serving(two).epoch > 0)
+        keep(two, prompt(1, 2))
+        valkey.hold()
+        stack.callback(valkey.resume)
+        done = nodes.command("drain", str(two.path))
+        assert done.returncode == 0, done.stderr + done.stdout
+        *_, listed, kept = done.stdout.splitlines()
+        assert listed.startswith("the node could not be withdrawn from the directory (")
+        assert f"{valkey.port}: Valkey did not answer in time): others may ask it until its lease ends, in " in listed
+        assert kept == "it writes to no shared storage, so 2 blocks in its memory end with it"
+        valkey.resume()
+        assert nodes.command("drain", str(two.path), "--resume").returncode == 0
+        until(lambda: serving(two).epoch > 0)
+        done = nodes.command("drain", str(two.path))
+        assert done.stdout.splitlines()[-1].startswith("the directory does not list the node any more; it writes to no")
+        assert "could not" not in done.stdout
+
+
 def test_a_drain_that_failed_can_be_undone(tmp_path: Path) -> None:
     with ExitStack() as stack:
         small = {"KVTIDE_FILES_STORE": "second-touch", "KVTIDE_FILES_BUDGET": "1MiB"}

@@ -105,6 +105,26 @@ def test_stored_blocks_are_found_by_others(nodes: tuple[Node, Node]) -> None:
     until(a.held(keys, b))
 
 
+def test_who_could_not_leave_knows_that_he_may_be_listed(server: ValkeyServer, nodes: tuple[Node, Node]) -> None:
+    a, b = nodes
+    a.membership.close()
+    assert a.membership.listed == ""
+    server.hold()
+    b.membership.close()
+    assert "did not answer in time" in b.membership.listed
+    server.resume()
+
+
+def test_who_cannot_know_whether_he_has_joined_may_be_listed(server: ValkeyServer) -> None:
+    with ExitStack() as stack:
+        server.hold()
+        stack.callback(server.resume)
+        late = Node(stack, server, "host9:9411")
+        until(lambda: bool(late.membership.problem))
+        late.membership.close()
+        assert "did not answer in time" in late.membership.listed
+
+
 def test_what_was_stored_before_joining_is_announced(server: ValkeyServer, nodes: tuple[Node, Node]) -> None:
     with ExitStack() as stack:
         server.hold()

@@ -172,6 +172,12 @@ def test_an_url_that_is_no_object_store(url: str) -> None:
         Objects(url)
 
 
+def test_an_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    text = rf"^objects\.certificate is '{tmp_path}/none', which cannot be read: No such file or directory\. Give"
+    with pytest.raises(ConfigError, match=text):
+        Objects("s3://bucket", certificate=str(tmp_path / "none"))
+
+
 def test_storage_without_conditions_is_noticed_once(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It overwrites what it was told to create; so it is asked first, and can elect nobody."""
     real, modes = obstore.put_async, []
@@ -262,9 +268,14 @@ def test_a_server_that_is_not_fit_is_refused_with_what_to_do(
                 Valkey(server.url, ttl=ttl)
 
 
-def test_a_server_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_yet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = ValkeyServer(tmp_path)
-    blobs, (name,) = Valkey(server.url), names(1)
+    with caplog.at_level("WARNING", "kvtide.valkey"):
+        blobs, (name,) = Valkey(server.url), names(1)
+    assert caplog.messages == [
+        f"Valkey at 127.0.0.1:{server.port} cannot be reached yet: Connection refused; all its blocks are misses until "
+        "then. Check that it runs, and valkey.url"
+    ]
     with pytest.raises(ConnectionRefusedError):
         blobs.find([name], TIME)
     with server:
@@ -428,8 +439,22 @@ def test_tls(tunnel: tuple[int, Path]) -> None:
     blobs.close()
 
 
-def test_tls_with_somebody_whom_nobody_trusts(tunnel: tuple[int, Path]) -> None:
-    blobs = Valkey(f"valkeys://localhost:{tunnel[0]}")
-    with pytest.raises(ssl.SSLCertVerificationError):
+def test_tls_with_somebody_whom_nobody_trusts(tunnel: tuple[int, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "kvtide.valkey"):
+        blobs = Valkey(f"valkeys://localhost:{tunnel[0]}")
+    assert "cannot be reached yet: TLS failed: its certificate is not accepted: " in caplog.text
+    assert "_ssl.c" not in caplog.text
+    with pytest.raises(OSError, match=r"TLS failed: its certificate is not accepted: [a-z -]+$"):
         blobs.find(names(1), TIME)
     blobs.close()
+
+
+def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "none").write_text("nothing")
+    for setting in ("certificate", "identity"):
+        with pytest.raises(
+            ConfigError, match=rf"^valkey\.{setting} is '.*/none', which cannot be used: [a-z ]+\. Give"
+        ):
+            Valkey("valkeys://localhost", **{setting: str(tmp_path / "none")})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=rf"^valkey\.{setting} is .*/not', which cannot be used: No such file"):
+            Valkey("valkeys://localhost", **{setting: str(tmp_path / "not")})  # type: ignore[arg-type]

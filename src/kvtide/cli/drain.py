@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,10 +34,11 @@ def drain(
 ) -> None:
     """Let a node leave its cluster, and write its blocks to shared storage, before it is stopped.
 
-    Other nodes find it no more. It goes on serving its clients, and what other nodes are reading. The blocks in its
-    memory that are in no shared storage are written there, those most likely to be used again first. Ctrl-C ends
-    that, and the node is a member again; after the end of this command, stop the node with kvtide stop. A node that
-    was given more blocks since, or could not write all, may be drained again.
+    It is withdrawn from the directory, so that other nodes do not find it any more. It goes on serving its clients,
+    and what other nodes are reading. The blocks in its memory that are in no shared storage are written there, those
+    most likely to be used again first. Ctrl-C ends that, and the node is a member again; after the end of this
+    command, stop the node with kvtide stop. A node that was given more blocks since, or could not write all, may be
+    drained again.
     """
     from kvtide.errors import ConfigError, TierError
     from kvtide.node.client.client import Client
@@ -65,11 +67,14 @@ def drain(
         typer.echo(f"draining failed: {done.failed}")
         typer.echo(_AGAIN)
         raise typer.Exit(1)
-    if not done.storages:
+    if done.listed:
         typer.echo(
-            f"nobody finds the node any more; it writes to no shared storage, so {done.blocks:,} blocks in its memory "
-            "end with it"
+            f"the node could not be withdrawn from the directory ({done.listed}): others may ask it until its lease "
+            f"ends, in {math.ceil(done.lease)} s at most"
         )
+    if not done.storages:
+        left = "" if done.listed else "the directory does not list the node any more; "
+        typer.echo(f"{left}it writes to no shared storage, so {done.blocks:,} blocks in its memory end with it")
     elif done.written < done.blocks:
         typer.echo(f"{done.blocks - done.written:,} blocks could not be written: see the node's log and kvtide status")
         typer.echo(_AGAIN)

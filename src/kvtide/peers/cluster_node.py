@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
+from dataclasses import replace
 
 from kvtide.interrupts import again_if_interrupted
 from kvtide.peers.announcer import Announcer
 from kvtide.peers.drain import Drain
 from kvtide.peers.membership import Membership
 from kvtide.peers.server import PeerServer
-from kvtide.store.node_statistics import ClusterServing
+from kvtide.store.node_statistics import ClusterServing, DrainStatistics
 from kvtide.store.store import Store
 from kvtide.tiers.peers.cluster import announced_address, directory_of
 from kvtide.tiers.peers.measurements import Measurement
@@ -44,6 +46,8 @@ class ClusterNode:
         self._thread: threading.Thread | None = None
         """The one that leaves and joins; it alone changes ``_member``."""
         self._member = True
+        self._listed, self._listed_until = "", 0.0
+        """Why the directory may list this node although it has left, and until when."""
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._directory = directory_of(settings)
@@ -85,14 +89,19 @@ class ClusterNode:
             announced.rows_left,
             announced.rebuilds,
             announced.failures,
-            drain.statistics() if drain is not None else None,
+            self._drained(drain) if drain is not None else None,
             "" if drain is not None else self._membership.problem,
             sum(member.name != self._store.name for member in self._membership.members().values()),
         )
 
+    def _drained(self, drain: Drain) -> DrainStatistics:
+        left = self._listed_until - time.monotonic()
+        done = drain.statistics()
+        return replace(done, listed=self._listed, lease=left) if self._listed and left > 0 else done
+
     def drain(self) -> None:
-        """Be found by nobody from now on, and write what is hot to shared storage, in the background: ``statistics``
-        says how far that is. Does not wait. If one has ended, begins another."""
+        """Leave the directory, so that nobody finds this node any more, and write what is hot to shared storage, in the
+        background: ``statistics`` says how far that is. Does not wait. If one has ended, begins another."""
         with self._lock:
             if not self._closed and (self._drain is None or self._drain.done):
                 self._drain = Drain(self._store)
@@ -144,6 +153,7 @@ class ClusterNode:
     def _leave(self) -> None:
         again_if_interrupted(self._announcer.close)
         again_if_interrupted(self._membership.close)
+        self._listed, self._listed_until = self._membership.listed, time.monotonic() + self._lease
 
     def close(self) -> None:
         """Leave the cluster. May be repeated."""

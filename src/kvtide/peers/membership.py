@@ -105,6 +105,10 @@ class Membership:
         self._joins = self._failures = self._scrubbed = 0
         self._failure: Exception | None = None
         """Of the last step; None: it succeeded."""
+        self._joining = False
+        """Whether it is unknown if the last attempt to join succeeded."""
+        self.listed = ""
+        """After ``close``: why the directory may list this node until its lease ends; empty: it does not."""
         self._wake = threading.Event()
         self._closed = False
         self._origin = forks.here
@@ -235,9 +239,10 @@ class Membership:
     @property
     def problem(self) -> str:
         """What the last step failed for; empty: nothing."""
-        e = self._failure
-        if e is None:
-            return ""
+        return "" if self._failure is None else self._reason(self._failure)
+
+    def _reason(self, e: Exception) -> str:
+        """What a step failed for."""
         reason = getattr(e, "strerror", None) or repr(e)
         return reason if isinstance(e, AddressTaken) else f"{self._directory.where}: {reason}"
 
@@ -276,7 +281,12 @@ class Membership:
             with self._lock:
                 self._own = self._last = None
         sent = self._clock.monotonic()
-        member = self._directory.join(self._name, self._address, self._lease, again=self._joins > 0)
+        try:
+            member = self._directory.join(self._name, self._address, self._lease, again=self._joins > 0)
+        except Exception as e:
+            self._joining = isinstance(e, TimeoutError)
+            raise
+        self._joining = False
         self._joins += 1
         with self._lock:
             self._joined = sent
@@ -323,5 +333,9 @@ class Membership:
                 self._leases = {}
                 self._look_again(self._clock.monotonic())
             if last is not None:
-                with contextlib.suppress(Exception):  # then its lease ends by itself
+                try:
                     self._directory.leave(last)
+                except Exception as e:  # noqa: BLE001 - whatever it is: its lease ends by itself
+                    self.listed = self._reason(e)
+            elif self._joining:
+                self.listed = self.problem

@@ -102,6 +102,11 @@ class DrainStatistics:
     """Where they are written; empty: there is no shared storage."""
     failed: str = ""
     """Why it ended before all was tried; empty: it did not."""
+    listed: str = ""
+    """Why the node could not be withdrawn from the directory, which may list it until its lease ends; empty: it does
+    not."""
+    lease: float = 0.0
+    """Seconds until that, at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def _reason(verb: str, e: Exception) -> str:
     if isinstance(e, Rejected):
         return str(e)
     if isinstance(e, OSError):
-        return f"{verb}: {e.strerror}"
+        return f"{verb}: {e.strerror or e}"
     if isinstance(e, MemoryError):
         return f"{verb}: out of memory"
     # A bug. It costs this block, but neither the thread nor the rest of the batch.

@@ -147,22 +147,31 @@ class Overlap:
             torch.cuda.current_stream(device).synchronize()
         self._thread = threading.Thread(target=self._run, args=(held,), name="kvtide-tail", daemon=True)
         try:
+            match = self._lease_held(held)  # first: the tail's loads evict what is not leased
             self._thread.start()
-            self._take_held(held)
+            if match is not None:
+                self._take_held(match)
         except BaseException:
             again_if_interrupted(self.close)
             raise
 
     # -- the tail -----------------------------------------------------------------------------------------
 
-    def _take_held(self, held: int) -> None:
-        """Copy the first blocks, which are in DRAM. If they were evicted meanwhile, they are computed."""
-        if held:
-            match = self._held.enter_context(self._match(range(held)))
-            blocks = self._session.load(match).wait().blocks
-            move = self.memory.load(self._mover, enumerate(blocks))
-            self._held.callback(move.wait)
-            move.join()
+    def _lease_held(self, held: int) -> Match | None:
+        """Lease the first blocks, which were in DRAM. Those that were evicted meanwhile are computed: a load would wait
+        for the disk, which may hang."""
+        match = self._held.enter_context(self._match(range(held))) if held else None
+        if match is not None and not match.ready:  # those before the first evicted one stay: they are leased now
+            match = self._held.enter_context(self._match(range(match.held_tokens // self._tokens)))
+        return match
+
+    def _take_held(self, match: Match) -> None:
+        """Copy what is in DRAM of these blocks. Waits for no disk."""
+        blocks = self._session.load(match).wait(0.0).blocks
+        move = self.memory.load(self._mover, enumerate(blocks))
+        self._held.callback(move.wait)
+        move.wait()
+        if not self._session.closed:  # else the blocks' memory may have been overwritten meanwhile
             with self._changed:
                 self._loaded[: len(blocks)] = [True] * len(blocks)
 

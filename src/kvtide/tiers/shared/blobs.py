@@ -11,6 +11,9 @@ interrupted, such as a filesystem, ends late rather than early, and the tier doe
 
 A storage whose reads need additional memory of the same size as the data says so (``copies = True``).
 
+``str`` of a storage names it for operators, in log lines. Its ``repr`` is its name in a file of a node's directory
+(drop_positions.py), and never changes.
+
 A name is a short ASCII string of letters, digits, ``.``, ``_`` and ``-``. The content of a blob never changes under its
 name, and a blob that is found is always whole.
 """
@@ -23,7 +26,7 @@ from typing import Protocol, runtime_checkable
 
 from kvtide.block import Span
 
-__all__ = ["ROOT", "Blobs", "LastingBlobs", "Turn"]
+__all__ = ["ROOT", "Blobs", "LastingBlobs", "Turn", "reason_of"]
 
 ROOT = "kvtide-1"
 """The folder of kvtide in storage that may be used for other things too; it has the version of the names."""
@@ -32,6 +35,11 @@ ROOT = "kvtide-1"
 Turn = Callable[[], AbstractContextManager[object]]
 """A context that is held while the bytes of blobs are sent. It may wait on entry, and raise: then they must not be
 sent."""
+
+
+def reason_of(e: Exception) -> str:
+    """What an error says, for an operator: without the number of an OSError, or its class."""
+    return str(getattr(e, "strerror", None) or e) or type(e).__name__
 
 
 class Blobs(Protocol):

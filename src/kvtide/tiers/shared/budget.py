@@ -295,7 +295,7 @@ class BudgetCoordinator:
         now = self._clock.monotonic()
         if self._term and last[0] > self._term:
             log.warning(
-                "another process keeps the byte budget of %r now: this one was silent for too long", self._blobs
+                "another process keeps the byte budget of %s now: this one was silent for too long", self._blobs
             )
             self._term = 0
         if self._term:
@@ -316,7 +316,7 @@ class BudgetCoordinator:
         if not self._coordination.beat(term, 0, BudgetCoordinatorStatistics(self._who, term, self._budget)):
             return
         now = self._clock.monotonic()
-        log.info("this process keeps the byte budget of %r, term %d", self._blobs, term)
+        log.info("this process keeps the byte budget of %s, term %d", self._blobs, term)
         self._term, self._beat, self._pages, self._beaten = term, 0, 0, now
         self._gives_from = now + (self._coordination.lifetime if beats else 0.0)
         self._listed, self._grants, self._blocks, self._bytes = -1.0, {}, {}, 0

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtide.clock import Clock, SystemClock
+from kvtide.tiers.shared.blobs import reason_of
 from kvtide.tiers.shared.budget import (
     LOGS,
     RESIGNED,
@@ -346,6 +347,7 @@ class BudgetThread:
         self, coordination: CoordinationBlobs, coordinator: BudgetCoordinator, write_credits: WriteCredits | None = None
     ) -> None:
         self._period = coordination.lease / 6
+        self._storage = str(coordination.blobs)
         self.coordinator = coordinator
         self._write_credits = write_credits
         self._wake = write_credits.low if write_credits is not None else threading.Event()
@@ -379,7 +381,10 @@ class BudgetThread:
             except Exception as e:  # noqa: BLE001 - a foreign blob among ours, for example; the thread must go on
                 if not self._failed:
                     log.warning(
-                        "the byte budget of shared storage cannot be kept: %s; nothing is stored there until it can", e
+                        "the byte budget of %s cannot be kept: %s; nothing is stored there until it can. Check that "
+                        "this node may list, read, write and remove there",
+                        self._storage,
+                        reason_of(e),
                     )
                 self._failed = True
             with self._stepped:

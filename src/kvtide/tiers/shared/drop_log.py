@@ -53,7 +53,7 @@ from kvtide.tiers.format.reason import Reason
 from kvtide.tiers.format.record import Rejected
 from kvtide.tiers.format.scratch import Scratch
 from kvtide.tiers.nvme.drop_positions import DropLogPositions
-from kvtide.tiers.shared.blobs import Blobs
+from kvtide.tiers.shared.blobs import Blobs, reason_of
 
 __all__ = ["NOT_OURS", "PAGE", "DropLog", "DropLogReader", "DropNotice"]
 
@@ -169,6 +169,9 @@ class DropLog:
 
     def __repr__(self) -> str:
         return f"<DropLog, page {self.number}>"
+
+    def __str__(self) -> str:
+        return str(self._blobs)
 
     def least(self, key: BlockKey, tenant: bytes = b"") -> int:
         """The lowest page number that the record of a block may have; 0: any."""
@@ -345,7 +348,7 @@ class DropLog:
     def _miss(self, new: Sequence[int], recent: Collection[BlockKey]) -> None:
         """There are pages, but some of those before them are gone."""
         log.warning(
-            "%r: drop log pages were removed before this node read them. All blocks here are dropped, since it is "
+            "%s: drop log pages were removed before this node read them. All blocks here are dropped, since it is "
             "unknown which of them others have dropped",
             self._blobs,
         )
@@ -484,9 +487,10 @@ class DropLogReader:
             except Exception as e:  # noqa: BLE001 - whatever storage or a callback raises: the thread must go on
                 if not self._failed:
                     log.warning(
-                        "%r: cannot read what others have dropped: %s. After a while nothing is written there",
+                        "%s: cannot read what others have dropped: %s. After a while nothing is written there, until "
+                        "it can be read. Check that this node may list, read, write and remove there",
                         self._drops,
-                        e,
+                        reason_of(e),
                     )
                 self._failed = True
             self._stepped.set()

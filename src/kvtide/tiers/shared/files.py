@@ -61,6 +61,9 @@ class Files:
     def __repr__(self) -> str:
         return f"<Files {self._root}>"
 
+    def __str__(self) -> str:
+        return f"the files in {self._root}"
+
     def read(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[int]:
         return [self._read(name, spans, 0) for name, spans in _within(timeout, batch)]
 

@@ -110,6 +110,9 @@ class Mooncake:
     def __repr__(self) -> str:
         return repr(self._client)
 
+    def __str__(self) -> str:
+        return str(self._client)
+
     # -- reading ------------------------------------------------------------------------------------------
 
     def read(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[int]:

@@ -45,6 +45,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvtide import forks
 from kvtide.errors import ConfigError
+from kvtide.tiers.shared.blobs import reason_of
 from kvtide.tiers.shared.mooncake_connects import ConnectWatch
 from kvtide.units import parse_size
 
@@ -158,8 +159,13 @@ def parse_address(url: str) -> MooncakeAddress:
             parse_size(given.pop("segment", "0")),
             parse_size(given.pop("local_buffer", "64MiB")),
         )
-    except (ValueError, ConfigError) as e:
+    except ConfigError as e:  # of a size
         raise ConfigError(f"{wrong}, which cannot be used: {e}") from e
+    except ValueError as e:
+        raise ConfigError(
+            f"{wrong}; it must be mooncake://HOST:PORT?NAME=VALUE&NAME=VALUE, where PORT is the rpc_port of the "
+            "master, and admin=PORT or admin=HOST:PORT its HTTP server"
+        ) from e
     if parts.scheme != "mooncake" or not host or parts.path.strip("/") or "@" in parts.netloc or parts.fragment:
         raise ConfigError(f"{wrong}; it must be mooncake://HOST:PORT, where PORT is the rpc_port of the master")
     if (protocol := given.pop("protocol", "tcp")) != "tcp":
@@ -203,6 +209,9 @@ class MooncakeClient:
 
     def __repr__(self) -> str:
         return f"<Mooncake {self.address.host}:{self.address.port}>"
+
+    def __str__(self) -> str:
+        return f"Mooncake at {self.address.host}:{self.address.port}"
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -364,7 +373,7 @@ class MooncakeClient:
     def _report(self, e: Exception) -> None:
         if not self._told and not self._closed:  # ``close`` ends the trial
             self._told = True
-            log.warning("%r cannot be used: %s; all its blocks are misses until it can", self, e)
+            log.warning("%s cannot be used: %s; all its blocks are misses until it can", self, reason_of(e))
 
     def _open(self) -> OpenedStore:
         address = self.address

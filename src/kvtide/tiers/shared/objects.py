@@ -86,6 +86,9 @@ class Objects:
     def __repr__(self) -> str:
         return f"<Objects {self._url}>"
 
+    def __str__(self) -> str:
+        return f"the objects in {self._url}"
+
     # -- reading ------------------------------------------------------------------------------------------
 
     def read(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[int]:
@@ -333,7 +336,7 @@ def _open(url: str, endpoint: str, region: str, certificate: str) -> ObjectStore
         client: dict[str, Any] = {"timeout": timedelta(hours=1), "connect_timeout": timedelta(seconds=5)}
         client["allow_http"] = endpoint.startswith("http://")
         if certificate:
-            client["root_certificate"] = Path(certificate).read_bytes()
+            client["root_certificate"] = _authority(certificate)
         options = {"client_options": client, "retry_config": _RETRIES}
         own = {"endpoint": endpoint, "region": region, "unsigned_payload": scheme == "s3"}
         options |= {name: value for name, value in own.items() if value}
@@ -341,6 +344,16 @@ def _open(url: str, endpoint: str, region: str, certificate: str) -> ObjectStore
         return from_url(url, **options)
     except (obstore.exceptions.BaseError, OSError, ValueError) as e:
         raise ConfigError(f"objects.url is {url!r}, which cannot be used: {str(e).splitlines()[0]}") from e
+
+
+def _authority(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        raise ConfigError(
+            f"objects.certificate is {path!r}, which cannot be read: {e.strerror or e}. Give a file with the "
+            "certificate of an authority, as PEM"
+        ) from e
 
 
 def _path(name: str) -> str:

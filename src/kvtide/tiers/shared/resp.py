@@ -21,7 +21,7 @@ from typing import TypeAlias
 from kvtide.block import Span
 from kvtide.tiers.tcp_connect import tcp_connect
 
-__all__ = ["Reply", "ValkeyConnection", "ValkeyRefused", "command"]
+__all__ = ["Reply", "ValkeyConnection", "ValkeyRefused", "command", "tls_reason"]
 
 _BUFFER = 32 << 10
 _FIRST, _PARTS = 6, 64
@@ -62,8 +62,10 @@ class ValkeyConnection:
             self._gathers = tls is None
             if tls is not None:
                 self._sock = tls.wrap_socket(self._sock, server_hostname=address[0])
-        except BaseException:
+        except BaseException as e:
             self._sock.close()
+            if isinstance(e, ssl.SSLError):
+                raise _tls_failure(e) from e
             raise
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
@@ -80,7 +82,10 @@ class ValkeyConnection:
         left, most = [part for part in parts if part], _FIRST
         while left:
             self._sock.settimeout(_left(end))
-            count = self._sock.sendmsg(left[:most]) if self._gathers else self._sock.send(left[0])
+            try:
+                count = self._sock.sendmsg(left[:most]) if self._gathers else self._sock.send(left[0])
+            except ssl.SSLError as e:
+                raise _tls_failure(e) from e
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
@@ -199,10 +204,24 @@ class ValkeyConnection:
 
     def _receive(self, into: Span, end: float) -> int:
         self._sock.settimeout(_left(end))
-        count = self._sock.recv_into(into)
+        try:
+            count = self._sock.recv_into(into)
+        except ssl.SSLError as e:  # of a server that refuses a certificate, too: it says so after the handshake
+            raise _tls_failure(e) from e
         if not count:
             raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
         return count
+
+
+def tls_reason(e: ssl.SSLError) -> str:
+    """What OpenSSL says, without the line of Python's source. Empty: nothing."""
+    if isinstance(e, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {e.verify_message}"
+    return (e.reason or "").lower().replace("_", " ")
+
+
+def _tls_failure(e: ssl.SSLError) -> OSError:
+    return OSError(errno.EPROTO, f"TLS failed: {tls_reason(e) or 'the server broke off'}")
 
 
 def _left(end: float) -> float:

@@ -56,6 +56,9 @@ class Valkey:
     def __repr__(self) -> str:
         return f"<Valkey {self._client.host[0]}:{self._client.host[1]}>"
 
+    def __str__(self) -> str:
+        return f"Valkey at {self._client.host[0]}:{self._client.host[1]}"
+
     # -- the contract of blobs ----------------------------------------------------------------------------
 
     def read(self, batch: Sequence[tuple[str, Sequence[Span]]], timeout: float) -> list[int]:

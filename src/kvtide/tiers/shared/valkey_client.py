@@ -26,7 +26,7 @@ from kvtide import forks
 from kvtide.block import Span
 from kvtide.errors import ConfigError, TierError
 from kvtide.security.secret_file import read_secret
-from kvtide.tiers.shared.resp import Part, ValkeyConnection, ValkeyRefused, command
+from kvtide.tiers.shared.resp import Part, ValkeyConnection, ValkeyRefused, command, tls_reason
 
 __all__ = ["SLOTS", "Login", "UnfitServer", "ValkeyClient", "ValkeyCommand", "checked", "moves", "slot_of"]
 
@@ -115,7 +115,13 @@ class ValkeyClient:
         except UnfitServer as e:
             raise TierError(f"Valkey at {self.host[0]}:{self.host[1]}: {e.strerror}") from e
         except OSError as e:
-            log.warning("Valkey at %s:%d cannot be reached yet (%s); %s until then", *self.host, e, lost)
+            log.warning(
+                "Valkey at %s:%d cannot be reached yet: %s; %s until then. Check that it runs, and %s",
+                *self.host,
+                e.strerror or e,
+                lost,
+                login.url,
+            )
 
     def __repr__(self) -> str:
         return f"<ValkeyClient {self.host[0]}:{self.host[1]}>"
@@ -435,10 +441,15 @@ def _words(login: Login) -> list[bytes]:
 
 
 def _context(login: Login) -> ssl.SSLContext:
+    setting, path, what = "certificate", login.certificate, "the certificate of an authority"
     try:
         context = ssl.create_default_context(cafile=login.certificate or None)
         if login.identity:
+            setting, path, what = "identity", login.identity, "a certificate and its key"
             context.load_cert_chain(login.identity)
-    except (OSError, ssl.SSLError) as e:
-        raise ConfigError(f"{login.prefix}certificate or {login.prefix}identity cannot be used: {e}") from e
+    except OSError as e:
+        reason = (tls_reason(e) or "it has no such thing") if isinstance(e, ssl.SSLError) else e.strerror or e
+        raise ConfigError(
+            f"{login.prefix}{setting} is {path!r}, which cannot be used: {reason}. Give a file with {what}, as PEM"
+        ) from e
     return context
