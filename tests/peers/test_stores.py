@@ -595,10 +595,10 @@ def test_blocks_that_arrived_before_a_connection_ended_count(stores: Stores, mon
         keys = [BlockKey(bytes(digest) + who.group) for digest in first.chain(tokens).digests]
         memory = aligned(8 * geometry.footprint)
         spans = [memory[i : i + geometry.footprint] for i in range(0, len(memory), geometry.footprint)]
+        for size in ("_SMALL_PIECE", "_LARGE_PIECE"):
+            monkeypatch.setattr(link, size, geometry.footprint)
         with closing(PeerTier(proxy.address, trust, connections=1, timeout=5.0)) as tier:
             answer: CallerAnswer[ReadResult] = CallerAnswer(8)
-            for size in ("_SMALL_PIECE", "_LARGE_PIECE"):
-                monkeypatch.setattr(link, size, geometry.footprint)
             proxy.harm(112 + 16 + 8 * 16 + 5 * (4096 + geometry.footprint) + 100, "cut")
             tier.read([Read(key, who, 0, span) for key, span in zip(keys, spans, strict=True)], answer)
             results = answer.wait()
