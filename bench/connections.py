@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -123,7 +122,12 @@ def main() -> None:
                     found.append(figure)
                     print(json.dumps(figure), flush=True)
     if given.output is not None:
-        whole = {"machine": machine(), "cpus": len(os.sched_getaffinity(0)), "command": sys.argv[1:], "read": found}
+        whole = {
+            "machine": machine(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "command": f"python -m bench.connections --seconds {given.seconds:g}",
+            "read": found,
+        }
         given.output.write_text(json.dumps(whole, indent=1) + "\n")
 
 

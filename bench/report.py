@@ -116,10 +116,9 @@ BESIDE = (
 """What a record's ``limit`` is, by the figure's name (the first pattern that fits), and whether no program on that
 machine can be better: a copy on one core is a comparison, not a limit of the hardware."""
 
-_CHECKSUMS = (
-    "The thread that receives computed the checksums too, one for each section, and the bare stream none. With a "
-    "thread of their own, TCP reached 0.65 to 0.88 and TLS 0.74 to 0.89 there: not enough for what it adds. Today's "
-    "code, with one checksum for each block, was not measured there."
+_ALL_CORES = (
+    "The bare stream verifies nothing, and four clients keep most of the cores busy, so a checksum costs speed. Beside "
+    "a stream that computes the same checksums on both ends TCP reaches 1.2 to 1.3, and TLS 0.97."
 )
 _UNVERIFIED = (
     "Mooncake's own client verifies nothing, and moving the bytes alone keeps both cores busy. In the last way beside "
@@ -153,12 +152,9 @@ REASONS = {
     ("2-cores-x86", "peers-read-32mib-1-client"): _VERIFIED,
     ("2-cores-x86", "peers-read-32mib-4-clients"): _VERIFIED,
     ("2-cores-x86", "peers-tls-read-2mib-4-clients"): _VERIFIED,
-    ("16-cores-x86", "peers-read-2mib-1-client"): _CHECKSUMS,
-    ("16-cores-x86", "peers-read-2mib-4-clients"): _CHECKSUMS,
-    ("16-cores-x86", "peers-read-32mib-1-client"): _CHECKSUMS,
-    ("16-cores-x86", "peers-read-32mib-4-clients"): _CHECKSUMS,
-    ("16-cores-x86", "peers-tls-read-2mib-1-client"): _CHECKSUMS,
-    ("16-cores-x86", "peers-tls-read-2mib-4-clients"): _CHECKSUMS,
+    ("16-cores-x86", "peers-read-2mib-4-clients"): _ALL_CORES,
+    ("16-cores-x86", "peers-read-32mib-4-clients"): _ALL_CORES,
+    ("16-cores-x86", "peers-tls-read-2mib-4-clients"): _ALL_CORES,
 }
 """Why targets are missed, where it is known and the record does not say it: by the machine and the figure's name."""
 
