@@ -24,6 +24,7 @@ from kvtide import Store, Tenant, config
 from kvtide.block import LOSSY
 from kvtide.engines.paged import HostMover, Move, Pages
 from kvtide.engines.transformers import Attached, Report, attach
+from kvtide.engines.transformers.dynamic_cache import fill, sections_of
 from kvtide.engines.transformers.prompts import Prompts
 from kvtide.errors import LayoutError, RightError
 from kvtide.plan.prefill import PrefillCost
@@ -592,6 +593,28 @@ def test_a_store_that_was_closed_changes_no_answer(llama: PreTrainedModel) -> No
         store.close()
         answer = attached.generate(**batch, **MORE)
         assert answer.report.reason.startswith("ClosedError")
+        assert torch.equal(answer.output, plain(llama, batch))
+
+
+def test_a_store_that_is_closed_while_blocks_are_copied_changes_no_answer(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may write to the memory of the blocks from then on, so what was copied is not used."""
+    store, batch = kvtide.open(dram={"budget": "64MiB"}), padded(prompt(300))
+
+    def fill_and_close(*given: Any) -> tuple[DynamicCache, Any]:
+        cache, copies = fill(*given)
+        store.close()
+        for tensor in sections_of(cache):
+            tensor.zero_()
+        return cache, copies
+
+    with attach(llama, store) as attached:
+        attached.generate(**batch, **MORE)
+        attached.flush()
+        monkeypatch.setattr("kvtide.engines.transformers.attached.fill", fill_and_close)
+        answer = attached.generate(**batch, **MORE)
+        assert answer.report.reason.startswith("ClosedError: the store was closed while")
         assert torch.equal(answer.output, plain(llama, batch))
 
 

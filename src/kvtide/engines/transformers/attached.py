@@ -59,7 +59,7 @@ from kvtide.engines.transformers.dynamic_cache import fill, layout_of, sections_
 from kvtide.engines.transformers.overlap import Overlap, chosen, sizes
 from kvtide.engines.transformers.prefill import Prefill
 from kvtide.engines.transformers.prompts import Call, PromptRefused, Prompts, arguments, read
-from kvtide.errors import LayoutError, RightError
+from kvtide.errors import ClosedError, LayoutError, RightError
 from kvtide.index.keys import DEFAULT_TENANT, EXACT, Chain, Model, Tenant
 from kvtide.plan.usage_tracker import Turn
 from kvtide.store.explanation import Explanation
@@ -349,10 +349,14 @@ class Attached:
                 found = [load.wait(max(0.0, overdue - time.monotonic())) for load in loads]
                 if (length := border(found)) > min(prompts.pads):
                     device = self.model.device
+                    check = held.enter_context(ExitStack())  # before the copies, so that it follows their end
+                    check.callback(_check_open, session)
                     cache, copies = fill(self._mover(device), session.layout, device, found, prompts.pads, length)
                     held.enter_context(copies)
-                    if self.prefill.tells(len(chains) * (prompts.length - length)):
-                        copies.close()  # else the measurement would include the load
+                    # Else a measurement would include the load. On a CPU they have ended already.
+                    if device.type == "cpu" or self.prefill.tells(len(chains) * (prompts.length - length)):
+                        copies.close()
+                        check.close()
                     cached = tuple(max(0, length - pad) for pad in prompts.pads)
                     return _Found(cache, length, cached, held.pop_all())
         return _Found(DynamicCache(), 0, (0,) * len(chains), ExitStack())
@@ -470,6 +474,12 @@ class _Found(NamedTuple):
     """How many tokens of each row were loaded from the store."""
     loads: ExitStack
     """To be closed when the loads have ended."""
+
+
+def _check_open(session: Session) -> None:
+    """Raise ClosedError if others may have written to the memory of blocks while it was copied."""
+    if session.closed:
+        raise ClosedError("the store was closed while generate copied blocks from it; keep it open until generate ends")
 
 
 def _with_our_cache(call: Call, defaults: GenerationConfig) -> None:
