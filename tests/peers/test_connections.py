@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ import pytest
 from kvtide import config
 from kvtide.block import BlockKey
 from kvtide.config import Peers
-from kvtide.testing.blocks import content
-from kvtide.tiers.peers.tier import connections_of
+from kvtide.testing.blocks import aligned, content
+from kvtide.testing.caller import CallerAnswer
+from kvtide.tiers.base import Read, ReadResult
+from kvtide.tiers.peers import link
+from kvtide.tiers.peers import tier as tier_module
+from kvtide.tiers.peers.tier import PeerTier, connections_of
+from kvtide.tiers.peers.trust import PeerTrust
 from tests.peers.nodes import Stores
 from tests.peers.test_records import GEOMETRY, LAYOUT, MODEL, WHO, read
 
@@ -58,3 +64,28 @@ def test_many_small_blocks_take_few_requests(tmp_path: Path) -> None:
             results, *_ = read(store, server.address, keys)
             assert results == [True] * 130
             assert server.statistics().requests == 3
+
+
+def test_connections_that_share_a_link_have_the_time_of_all_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second for each 16 MiB of a read, not of what one of its four connections brings."""
+    for module in (link, tier_module):
+        monkeypatch.setattr(module, "SLOWEST", 1 << 20)
+    count = (4 << 20) // GEOMETRY.footprint
+    tokens = list(range(count * LAYOUT.block_tokens))
+    with Stores(tmp_path, timeout=30.0) as stores:
+        store, server = stores.serving(dram={"budget": "128MiB", "segment": "1MiB"})
+        with store.session(MODEL) as session:
+            session.store(tokens, [content(b"%d" % n, GEOMETRY.nbytes) for n in range(count)])
+            keys = [BlockKey(bytes(digest) + WHO.group) for digest in session.chain(tokens).digests]
+        proxy = stores.proxy(server)
+        proxy.slow(32 << 10, 0.08)  # 0.4 MiB/s for each connection
+        answer: CallerAnswer[ReadResult] = CallerAnswer(count)
+        trust = PeerTrust(store.config.peers, store.config.security)
+        began = time.monotonic()
+        with closing(PeerTier(proxy.address, trust, connections=4, timeout=1.0)) as tier:
+            tier.read([Read(key, WHO, 0, aligned(GEOMETRY.footprint)) for key in keys], answer)
+            assert list(answer.wait()) == [True] * count
+            assert not tier.away
+        assert time.monotonic() - began > 1.0 + 1.0, "else it was no test"
