@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -220,6 +221,49 @@ def test_the_thread_looks_at_all_that_were_put_by_several_threads() -> None:
     clock.advance(1)
     eventually(lambda: recent.statistics().misses == {"never seen": 403})
     recent.close()
+
+
+def test_the_thread_is_woken_also_if_it_looked_before_its_waker_noted_that() -> None:
+    """The waker stands still between both, and the thread, whose rest has just ended, looks at everything."""
+    clock = FakeClock()
+    recent = RecentRequests(8 << 20, clock)
+    recent.close()
+    woken = list[float]()
+
+    class Wake:
+        def put(self, _: bool) -> None:
+            woken.append(recent.tidy())
+
+    recent._wake = Wake()  # type: ignore[assignment]
+    recent.put(request("first"))
+    assert woken == [0.5]
+    clock.advance(1)
+    recent._rests_until = time.monotonic() + 60
+    assert recent.tidy() > 50
+    recent._rests_until = 0.0
+    recent.put(request("second"))
+    assert woken == [0.5, float("inf")]
+    recent.put(request("third"))
+    assert woken == [0.5, float("inf"), 0.5]
+
+
+def test_a_request_whose_reasons_cannot_be_found_out_keeps_none_from_being_remembered() -> None:
+    def broken() -> Explanation:
+        raise MemoryError
+
+    clock = FakeClock()
+    recent = RecentRequests(20_000, clock)
+    recent.close()
+    recent.put(request("broken", explain=broken))
+    clock.advance(1)
+    with pytest.raises(MemoryError):
+        recent.tidy()
+    assert not recent.statistics().waiting
+    for number in range(40):
+        recent.put(request(f"{number}"))
+        recent.find(f"{number}", [1])
+    assert recent.statistics().overlooked == 0
+    assert recent.find("39", [1]) is not None
 
 
 def test_waiting_requests_count_with_the_memory_that_they_take() -> None:

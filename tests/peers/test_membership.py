@@ -562,6 +562,37 @@ def test_a_partition_that_is_away_ends_no_membership(monkeypatch: pytest.MonkeyP
         assert one.membership.own in newcomer.members().values(), "who cannot join knows the others"
 
 
+def test_who_has_joined_in_part_may_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server with the members takes a newcomer in, another one refuses every connection."""
+    one = Steps()
+    one.membership.step()
+    away = (one.valkey.server_of(b"kvtide:default:{members}") + 1) % 3
+    run = one.link.run
+
+    def part(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+        if any(one.valkey.server_of(call.key) == away for call in calls):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return run(calls, timeout)
+
+    def newcomer(number: int) -> Membership:
+        return Membership(
+            BlockDirectory(one.link), b"%d" % number * 16, f"host{number}:9411", lease=9.0, clock=one.clock
+        )
+
+    monkeypatch.setattr(one.link, "run", part)
+    soon, late = newcomer(5), newcomer(6)
+    soon.step()
+    late.step()
+    one.clock.advance(8.0)
+    one.membership.step()
+    assert {"host5:9411", "host6:9411"} <= {member.address for member in one.membership.members().values()}
+    soon.close()
+    assert "Connection refused" in soon.listed
+    one.clock.advance(2.0)
+    late.close()
+    assert late.listed == ""
+
+
 def test_scrubbing_does_not_outlast_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer takes a while, and there are hundreds of buckets to visit."""
     one = Steps(lease=9.0)

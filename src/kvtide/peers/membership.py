@@ -105,8 +105,9 @@ class Membership:
         self._joins = self._failures = self._scrubbed = 0
         self._failure: Exception | None = None
         """Of the last step; None: it succeeded."""
-        self._joining = False
-        """Whether it is unknown if the last attempt to join succeeded."""
+        self._perhaps = ("", -math.inf)
+        """Why it is unknown whether the directory lists this node, after an attempt to join that failed: it may have
+        failed in part, or its answer was lost. And until when."""
         self.listed = ""
         """After ``close``: why the directory may list this node until its lease ends; empty: it does not."""
         self._wake = threading.Event()
@@ -284,9 +285,10 @@ class Membership:
         try:
             member = self._directory.join(self._name, self._address, self._lease, again=self._joins > 0)
         except Exception as e:
-            self._joining = isinstance(e, TimeoutError)
+            taken = isinstance(e, AddressTaken)
+            self._perhaps = ("", -math.inf) if taken else (self._reason(e), self._clock.monotonic() + self._lease)
             raise
-        self._joining = False
+        self._perhaps = ("", -math.inf)
         self._joins += 1
         with self._lock:
             self._joined = sent
@@ -337,5 +339,5 @@ class Membership:
                     self._directory.leave(last)
                 except Exception as e:  # noqa: BLE001 - whatever it is: its lease ends by itself
                     self.listed = self._reason(e)
-            elif self._joining:
-                self.listed = self.problem
+            elif self._clock.monotonic() < self._perhaps[1]:
+                self.listed = self._perhaps[0]

@@ -366,8 +366,10 @@ class Partition:
         tier.late = lambda keys: self.pipeline.fail_hung_reads(name, keys)
         tier.lost = lambda: self.pending_blocks.removed(name, None)
         self._running.callback(again_if_interrupted, tier.close)
-        # Enough that each connection has a next request when one has ended.
-        lane = Lane(tier, self.clock, 0, 8 * connections_of(settings), call_soon)
+        # Enough that each connection has a next request when one has ended. More would wait for a connection, and large
+        # blocks would wait beyond their deadline.
+        connections = connections_of(settings)
+        lane = Lane(tier, self.clock, 0, max(8 * min(connections, 2), 4 * connections), call_soon)
         number, patience = len(self.colds) + 1, 2 * settings.timeout
         return ColdTier(number, name, tier, lane, Never(), None, shared=True, read_only=True, patience=patience)
 

@@ -137,8 +137,8 @@ class RecentRequests:
         self._wake: SimpleQueue[bool] = SimpleQueue()
         """Wakes the thread; False ends it. Not a ``threading.Event``: a caller that is interrupted while it sets one
         may leave it locked; this queue, written in C, it cannot."""
-        self._awake = False
-        """Whether the thread was woken, and has not looked since."""
+        self._woken = -_SOON
+        """When it was woken last. Not whether it has looked since: it may look before its waker has noted that."""
         ended = self._wake
         mine = weakref.ref(self, lambda _: ended.put(False))  # it does not keep an otherwise unreferenced store alive
         self._thread = threading.Thread(target=_work, args=(mine, self._wake), name="kvtide-explain", daemon=True)
@@ -178,12 +178,14 @@ class RecentRequests:
                 self._named[request.name, request.who] = self._number
             self._queue.append(self._number)
             now = self._clock.monotonic()
-            wake = self._due is None or self._due < now  # overdue: a caller may have been interrupted before it woke it
+            wake = self._due is None
             if self._due is None:
                 self._due = now + _SOON
-        if wake and not self._awake:
+            elif self._due < now:  # overdue: it rests, or a caller was interrupted before it woke it
+                wake = self._woken <= now - _SOON
+        if wake:
             self._wake.put(True)  # first: if this is interrupted, the next caller wakes it
-            self._awake = True
+            self._woken = now
 
     def _oldest_known(self) -> int | None:
         """The oldest request, unless its reasons are not known yet. Call with the lock held."""
@@ -201,7 +203,6 @@ class RecentRequests:
 
     def tidy(self) -> float:
         """Find out the reasons of some requests; returns the seconds until the next are due. Called by the thread."""
-        self._awake = False
         if (due := self._due) is None:
             return float("inf")
         if (left := due - self._clock.monotonic()) > 0:
@@ -215,7 +216,11 @@ class RecentRequests:
                     self._due, self._unnamed = None, _SAMPLE
                     return float("inf")
                 entry = self._entries[number]
-            self._look(number, entry)
+            try:
+                self._look(number, entry)
+            except BaseException:
+                self._forget(number, entry)
+                raise
         now = time.monotonic()
         if now >= self._sampled + _SOON:
             self._unnamed, self._sampled = _SAMPLE, now
@@ -248,6 +253,12 @@ class RecentRequests:
             while self._nbytes > self.limit and (first := self._oldest_known()) is not None:
                 self._remove(first)
         return explanation
+
+    def _forget(self, number: int, entry: _Entry) -> None:
+        """Forget a request whose reasons cannot be found out: what waits is not forgotten for others."""
+        with self._lock:
+            if self._entries.get(number) is entry and entry.explanation is None:
+                self._remove(number)
 
     def _count(self, explanation: Explanation) -> None:
         if missed := explanation.by_reason():

@@ -93,14 +93,16 @@ class _Allowance:
     """The deadline of a read: it has a timeout, and a moment more for each piece that the other node has begun to send.
     So a large block may arrive over a slow connection, and a node that hangs costs the timeout, whatever was asked."""
 
-    def __init__(self, watchdog: Watchdog, connection: PeerConnection, timeout: float) -> None:
+    def __init__(self, watchdog: Watchdog, connection: PeerConnection, timeout: float, share: float) -> None:
+        """``share``: bytes that arrive over all connections for each byte over this one. They have one link."""
         self._watchdog = watchdog
         self._connection = connection
+        self._share = share
         self._end = time.monotonic() + timeout
 
     def more(self, nbytes: int) -> None:
         """So many bytes more are received now."""
-        self._end += nbytes / SLOWEST
+        self._end += self._share * nbytes / SLOWEST
         self._watchdog.limit(self._connection, self._end - time.monotonic())
 
 
@@ -190,12 +192,14 @@ class PeerLink:
         stopped: Callable[[], bool] = lambda: False,
         *,
         compressed: bool = False,
+        share: float = 1.0,
     ) -> Generator[Arrival, None, None]:
         """Read blocks of an identity, with a request for each sequence of them. Says of each block, in their order,
         what has arrived: of one with a HIT the header, and so many bytes of its sections, not yet verified. Raises
         OSError.
 
         ``compressed``: blocks may be compressed, if the node can do that. They are received where the block is to be.
+        ``share``: bytes that other links read from the node meanwhile, and this one, for each byte of this one.
 
         While the caller verifies what has arrived, the next bytes are on their way: the kernel receives them, and the
         next request is sent before the answer to the one before is read. Close the iterator if it is not exhausted.
@@ -203,7 +207,7 @@ class PeerLink:
         ``stopped``: whether nothing shall be received any more; see ``stop``.
         """
         with self._request(self._timeout, stopped) as connection:
-            allowed = _Allowance(self._watchdog, connection, self._timeout)
+            allowed = _Allowance(self._watchdog, connection, self._timeout, share)
             asked: deque[tuple[int, int, Sequence[WantedBlock]]] = deque()
             first = 0
             small = compressed and self.compresses

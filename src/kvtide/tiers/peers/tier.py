@@ -183,7 +183,8 @@ class PeerTier(ReadOnlyTier):
         self.greet()
         sizes = [len(item.span) for item in batch]
         most = min(_BLOCKS, max(2, _JOB // max([1, *sizes])))
-        job = Batch("read", batch, self._read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
+        read = functools.partial(self._read, sum(sizes))
+        job = Batch("read", batch, read, size_for(OSError()), finish, late, sum(sizes) / SLOWEST)
         self._reading.submit(job, most)
 
     def cut(self, batch: Sequence[Read]) -> None:
@@ -343,9 +344,11 @@ class PeerTier(ReadOnlyTier):
             if expiry > now:
                 found[start + i] = block._replace(expiry=expiry)
 
-    def _read(self, run: Sequence[Read], worker: _Worker) -> list[int]:
-        """For each the bytes read and verified, or ``size_for`` what failed."""
+    def _read(self, together: int, run: Sequence[Read], worker: _Worker) -> list[int]:
+        """For each the bytes read and verified, or ``size_for`` what failed. The batch has so many bytes ``together``,
+        and other connections read the rest of them."""
         sizes = [size_for(OSError())] * len(run)
+        share = max(1.0, min(len(self._workers) - 1, together / max(1, sum(len(item.span) for item in run))))
         wanted: dict[Identity, list[int]] = {}
         for i, item in enumerate(run):
             wanted.setdefault(item.identity, []).append(i)
@@ -357,7 +360,7 @@ class PeerTier(ReadOnlyTier):
                 if self.away:
                     raise _NotAsked(errno.EHOSTDOWN, "the node is away")
                 self._check(who)
-                for i, size in self._read_some(run, numbers, worker, compressed):
+                for i, size in self._read_some(run, numbers, worker, compressed, share):
                     sizes[i] = size
                     left.remove(i)
             except Exception as e:  # noqa: BLE001 - see TierCounters
@@ -377,10 +380,10 @@ class PeerTier(ReadOnlyTier):
         return sizes
 
     def _read_some(
-        self, run: Sequence[Read], numbers: Sequence[int], worker: _Worker, compressed: bool
+        self, run: Sequence[Read], numbers: Sequence[int], worker: _Worker, compressed: bool, share: float
     ) -> Iterator[tuple[int, int]]:
         """Read those blocks of ``run``, all of one identity. Says of each, when that is known, what ``_read`` returns.
-        Raises OSError."""
+        ``share``: see ``PeerLink.read``. Raises OSError."""
         first = usual_header(run[numbers[0]])
         pages = worker.packer.header.get(first * len(numbers))
         wanted: list[tuple[int, WantedBlock]] = []
@@ -401,7 +404,7 @@ class PeerTier(ReadOnlyTier):
         busy, asked = False, 0
         requests = _within(worker.link, [block for _, block in wanted], lambda: busy)
         names = run[numbers[0]].identity
-        reading = worker.link.read(names, requests, lambda: worker.stopped is run, compressed=compressed)
+        reading = worker.link.read(names, requests, lambda: worker.stopped is run, compressed=compressed, share=share)
         with closing(reading) as arrivals:
             for number, presence, nbytes, complete in arrivals:
                 self._availability.answered()
