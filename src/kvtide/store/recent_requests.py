@@ -39,7 +39,9 @@ _REQUEST, _RANGE = 600, 400
 _SLICE = 0.005
 """Seconds of work after which the thread rests,"""
 _RESTS = 49
-"""and for how many times as long: many requests must not cost more than a part of a core."""
+"""and for how many times as long: many requests must not cost more than a part of a core,"""
+_LONGEST = 2.0
+"""but no longer: a process that stood still in a slice need not rest for as many times as long."""
 _SAMPLE = 10
 """Requests without a name that are taken in each half second."""
 _QUEUE = 10_000
@@ -224,8 +226,9 @@ class RecentRequests:
         now = time.monotonic()
         if now >= self._sampled + _SOON:
             self._unnamed, self._sampled = _SAMPLE, now
-        self._rests_until = now + _RESTS * spent
-        return _RESTS * spent
+        rest = min(_RESTS * spent, _LONGEST)
+        self._rests_until = now + rest
+        return rest
 
     def _waiting_numbers(self) -> Iterator[int]:
         """Take from the queue those that are still to be looked at. Call with the lock held."""

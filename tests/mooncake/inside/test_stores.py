@@ -162,7 +162,7 @@ def test_settings_that_mooncake_cannot_keep_are_told(master: MooncakeMaster) -> 
         (f"{master.url}&sgment=1GiB", "'sgment' is not known"),
         ("http://127.0.0.1:50051", "mooncake://HOST:PORT"),
         (master.url.replace("://", "://:secret@"), "mooncake://HOST:PORT"),
-        ("mooncake://127.0.0.1:one", "cannot be used"),
+        ("mooncake://127.0.0.1:one", "rpc_port of the master"),
         (f"{master.url}&segment=much", "not a size"),
     ):
         with pytest.raises(ConfigError, match=said):
