@@ -78,6 +78,7 @@ class Network:
         self._stack = contextlib.ExitStack()
         self.addresses = {name: f"{_SUBNET}.{number}" for number, name in enumerate(names, 1)}
         self._hosts: dict[str, _Namespace] = {}
+        self._unplugged: set[str] = set()
         try:
             self._bridge = self._namespace()
             self._bridge.call("ip link add name bridge type bridge")
@@ -106,10 +107,13 @@ class Network:
 
     def lose(self, name: str) -> None:
         """Drop what that host sends and receives. Nobody is told."""
+        if name in self._unplugged:
+            return  # the kernel refuses that for a link that is down
         self._bridge.call(f"bridge link set dev to-{name} state 0")
 
     def unplug(self, name: str) -> None:
         """Take that host's cable out: the host sees that it has no link."""
+        self._unplugged.add(name)
         self._bridge.call(f"ip link set dev to-{name} down")
 
     def divide(self, *names: str) -> None:
@@ -126,6 +130,7 @@ class Network:
 
     def mend(self, name: str) -> None:
         """End all faults of that host's link."""
+        self._unplugged.discard(name)
         self._bridge.call(f"ip link set dev to-{name} up")
         self._bridge.call(f"bridge link set dev to-{name} isolated off")
         self._bridge.call(f"bridge link set dev to-{name} state 3")
