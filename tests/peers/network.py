@@ -14,6 +14,7 @@ import functools
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 
 __all__ = ["Network", "missing"]
@@ -23,6 +24,8 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _SUBNET = "10.209.0"
 _SECONDS = 20.0
 """How long a command of the network may take."""
+_DISABLED, _FORWARDING = 0, 3
+"""States of a bridge's port."""
 
 
 def _call(command: Sequence[str]) -> None:
@@ -109,7 +112,18 @@ class Network:
         """Drop what that host sends and receives. Nobody is told."""
         if name in self._unplugged:
             return  # the kernel refuses that for a link that is down
-        self._bridge.call(f"bridge link set dev to-{name} state 0")
+        self._set_state(name, _DISABLED)
+
+    def _set_state(self, name: str, state: int) -> None:
+        """Of the host's port. The kernel refuses it until it has noticed that the link is up, after ``mend``."""
+        end = time.monotonic() + _SECONDS
+        while True:
+            try:
+                return self._bridge.call(f"bridge link set dev to-{name} state {state}")
+            except OSError as e:
+                if "Network is down" not in str(e) or time.monotonic() >= end:
+                    raise
+                time.sleep(0.01)
 
     def unplug(self, name: str) -> None:
         """Take that host's cable out: the host sees that it has no link."""
@@ -133,7 +147,7 @@ class Network:
         self._unplugged.discard(name)
         self._bridge.call(f"ip link set dev to-{name} up")
         self._bridge.call(f"bridge link set dev to-{name} isolated off")
-        self._bridge.call(f"bridge link set dev to-{name} state 3")
+        self._set_state(name, _FORWARDING)
         for namespace, link in ((self._bridge, f"to-{name}"), (self._hosts[name], "outside")):
             with contextlib.suppress(OSError):  # it was not slow
                 namespace.call(f"tc qdisc delete dev {link} root")
