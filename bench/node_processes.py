@@ -153,15 +153,14 @@ def read(
 ) -> None:
     """A reader of a node's blocks. To ("read", n): the start and the end of reading the first n. ``connections``: 0: as
     many as a node chooses."""
-    config = settings_of(folder, tls, addresses=" ".join(addresses), fabric=fabric)
-    connections = connections or connections_of(config.peers)
+    config = settings_of(folder, tls, addresses=" ".join(addresses), fabric=fabric, connections=connections)
     trust, who = PeerTrust(config.peers, config.security), identity_of(nbytes)
     names = [BlockKey(key + who.group) for key in keys]
     memory = aligned(nbytes * len(keys))
     np.frombuffer(memory, np.uint8)[:] = 1
     spans = [memory[i : i + nbytes] for i in range(0, len(memory), nbytes)]
     expected = bytes(block_sources(nbytes)[0][:64])  # to make them takes long, and would count as reading
-    tiers = [PeerTier(a, trust, connections=connections, timeout=30.0) for a in addresses]
+    tiers = [PeerTier(a, trust, connections=connections_of(config.peers), timeout=30.0) for a in addresses]
 
     def answer(message: Message) -> object:
         if message[0] == "read":

@@ -274,6 +274,18 @@ class Steps:
         self.membership = Membership(BlockDirectory(self.link), b"m" * 16, "host7:9411", lease=lease, clock=self.clock)
         self.other = BlockDirectory(SimulatedLink(self.valkey, []))
 
+    def lose_a_server(self, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+        """One that does not have the members answers every call with an error from now on."""
+        away = (self.valkey.server_of(b"kvtide:default:{members}") + 1) % 3
+        run = self.link.run
+
+        def part(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
+            if any(self.valkey.server_of(call.key) == away for call in calls):
+                raise error
+            return run(calls, timeout)
+
+        monkeypatch.setattr(self.link, "run", part)
+
 
 class Announcing(Steps):
     """With an announcer, and an index that the test fills."""
@@ -544,15 +556,7 @@ def test_a_partition_that_is_away_ends_no_membership(monkeypatch: pytest.MonkeyP
     one = Steps()
     one.membership.step()
     newcomer = Membership(BlockDirectory(one.link), b"n" * 16, "host9:9411", lease=9.0, clock=one.clock)
-    away = (one.valkey.server_of(b"kvtide:default:{members}") + 1) % 3
-    run = one.link.run
-
-    def part(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
-        if any(one.valkey.server_of(call.key) == away for call in calls):
-            raise TimeoutError(errno.ETIMEDOUT, "down")
-        return run(calls, timeout)
-
-    monkeypatch.setattr(one.link, "run", part)
+    one.lose_a_server(monkeypatch, TimeoutError(errno.ETIMEDOUT, "down"))
     epoch = one.membership.statistics().epoch
     for _ in range(10):
         one.clock.advance(3.0)
@@ -566,20 +570,13 @@ def test_who_has_joined_in_part_may_be_listed(monkeypatch: pytest.MonkeyPatch) -
     """The server with the members takes a newcomer in, another one refuses every connection."""
     one = Steps()
     one.membership.step()
-    away = (one.valkey.server_of(b"kvtide:default:{members}") + 1) % 3
-    run = one.link.run
-
-    def part(calls: Sequence[ScriptCall], timeout: float) -> list[Any]:
-        if any(one.valkey.server_of(call.key) == away for call in calls):
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        return run(calls, timeout)
 
     def newcomer(number: int) -> Membership:
         return Membership(
             BlockDirectory(one.link), b"%d" % number * 16, f"host{number}:9411", lease=9.0, clock=one.clock
         )
 
-    monkeypatch.setattr(one.link, "run", part)
+    one.lose_a_server(monkeypatch, ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"))
     soon, late = newcomer(5), newcomer(6)
     soon.step()
     late.step()

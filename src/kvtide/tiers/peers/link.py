@@ -58,12 +58,12 @@ _AHEAD = 1
 _SMALL_PIECE, _LARGE_PIECE = 512 << 10, 8 << 20
 """Bytes that are received at a time, of one block or several. While they are verified, the kernel receives more. What
 is small is still in the processor's cache then, but it takes more calls: that pays with many processors."""
-_MANY = 4
+_PROCESSORS = 4
 
 
 def many_processors() -> bool:
     """Whether there are enough for all connections to verify blocks while others receive some."""
-    return len(os.sched_getaffinity(0)) >= _MANY
+    return len(os.sched_getaffinity(0)) >= _PROCESSORS
 
 
 class WantedBlock(NamedTuple):
